@@ -16,49 +16,102 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
 from cllm.backend.llama.probe import find_ready
-from cllm.chat.conversation import Conversation
-from cllm.chat.options import (
-    GenerateOptions,
-    Messages,
-    Sampling,
-    StreamOptions,
-    WholeOptions,
-    check_names,
-    make_chat,
-    make_request,
-    new_request,
-)
-from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
+from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
-from cllm.deprecated import renamed
-from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown, from_code
+from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
+from cllm.fields import describe_unknown, parse_fields
 from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.completions import CompletionBody
+from cllm.server.dialects.openai.fields import OpenAIBody
+from cllm.server.submit import build_request, check_tokens
 from cllm.text.embeddings import to_vector
-from cllm.types import FinishReason, Limits, ModelInfo, Pooling, Request, RequestOutput, TokenLogprob, Usage
+from cllm.types import (
+    SEED_SPACE,
+    FinishReason,
+    Limits,
+    ModelInfo,
+    Pooling,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.messages import TokenizeTexts, TokenLists
 from cllm.workers.supervisor import WORKER_MODULE
 
 log = logging.getLogger(__name__)
 MAX_QUEUE = 1_000_000
+DEFAULT_MAX_TOKENS = 256
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
 Pieces = AsyncGenerator[tuple[str, Usage | None], None]  # of a text, with the usage at its end
 Result = TypeVar("Result")
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How much is generated."""
+
+    max_tokens: int  # 256 unless given
+    stop: str | Sequence[str] | None  # a stop string or several; they are not part of the answer
+    timeout: float | None  # seconds; then DeadlineExceeded
+    min_tokens: int  # generated before the answer may end
+    stop_token_ids: Sequence[int]  # tokens that end the answer, as end tokens do
+    prompt_logprobs: int | None  # score the prompt's tokens, with this many likely ones
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """The options of a chat, named and shaped as in `/v1/chat/completions`."""
+
+    n: int  # choices; the prompt is computed once
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]  # "auto", "none", "required" or {"type": "function", …}
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any]  # {"type": "json_object"} or {"type": "json_schema", …}
+    logprobs: bool
+    top_logprobs: int  # most likely tokens reported with each token; needs logprobs
+    chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
+    reasoning_effort: str | None
+    reasoning_budget: int | None  # tokens of reasoning; 0: none, -1: no limit
+    prediction: str | None  # what most of the answer will repeat: then it is generated faster
+    reasoning_format: Literal["auto", "none"]  # none: reasoning stays in the text
+
+
+class WholeOptions(ChatOptions, total=False):
+    stream: Literal[False]
+
+
+class StreamedOptions(ChatOptions):
+    stream: Literal[True]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +139,35 @@ def _make_completion(outputs: Sequence[RequestOutput]) -> Completion:
 
 def _raise_error(output: RequestOutput) -> None:
     if output.error is not None:
-        raise from_code(output.error.code, output.error.message)
+        raise output.error.error()
+
+
+def _check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that means nothing."""
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"{call}() got an unexpected keyword argument {describe_unknown(unknown[0], known)}")
+
+
+def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, logprobs: int = 0) -> Request:
+    """A request without prompt. Raises InvalidRequest, TypeError."""
+    if sampling is None:
+        sampling = SamplingParams()
+    elif not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    sampling = parse_fields(msgspec.structs.asdict(sampling), SamplingParams)
+    check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
+    seed = secrets.randbelow(SEED_SPACE) if sampling.seed is None else sampling.seed % SEED_SPACE
+    assert isinstance(body, ChatBody | CompletionBody)
+    return build_request(
+        engine,
+        body,
+        request_id=uuid.uuid4().hex,
+        max_tokens=body.max_tokens,
+        sampling=msgspec.structs.replace(sampling, seed=seed),
+        stop=body.stops,
+        logprobs=logprobs,
+        prompt_logprobs=body.scored,
+    )
 
 
 def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
@@ -112,8 +193,7 @@ class AsyncLLM:
         `worker` names another module for the worker processes: `cllm.testing` answers by script.
         Raises SetupError when the model cannot be served; it is loaded on entry.
         """
-        settings = renamed(settings)
-        check_names("LLM", settings, EngineConfig.__struct_fields__)
+        _check_names("LLM", settings, EngineConfig.__struct_fields__)
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
         if os.fspath(model):
             asked["model"] = model
@@ -209,9 +289,8 @@ class AsyncLLM:
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See `LLM.generate`."""
-        template = make_request(sampling, options, self._check_open(), "generate")
         texts = _texts(prompts, "prompts")
-        requests = [new_request(template) for _ in texts]
+        requests = [self._make_request(sampling, options, "generate") for _ in texts]
         left = iter(requests)
         with self._cancel_after(*(request.id for request in requests)):
             streams = [self._submit(next(left), tokens) async for tokens in self._tokenize(texts)]
@@ -224,32 +303,44 @@ class AsyncLLM:
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
     ) -> AsyncGenerator[ChatChunk, None]: ...
 
     def chat(
         self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
-        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
+        self._check_open()
+        _check_names("chat", options, ChatOptions.__annotations__)
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **options, "messages": [dict(each) for each in messages]}
+        if isinstance(text := options.get("prediction"), str):
+            given["prediction"] = {"content": text}
+        body = ChatBody.parse(given)
+        logprobs = max(1, body.top) if body.top is not None else 0
+        chunks = self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
         return chunks if stream else self._wait_for_reply(chunks)
+
+    def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
+        self._check_open()
+        _check_names(call, options, GenerateOptions.__annotations__)
+        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **options, "prompt": ""})
+        return _make_request(self._engine, body, sampling)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
         last = [chunk async for chunk in chunks][-1]
         assert last.reply is not None
         return last.reply
 
-    async def _read_chat(
-        self, conversation: Conversation, request: Request, n: int
-    ) -> AsyncGenerator[ChatChunk, None]:
+    async def _read_chat(self, body: ChatBody, request: Request) -> AsyncGenerator[ChatChunk, None]:
         self._check_open()
-        builder = ChunkBuilder(n)
-        with self._cancel_after(*get_choice_ids(request.id, n)):
-            session = await open_chat(self._engine, conversation, request, n)
-            async for step in session.events():
-                for chunk in builder.add(*step):
+        with self._cancel_after(*get_choice_ids(request.id, body.n)):
+            session = await open_chat(self._engine, body.conversation(), request, body.n)
+            async for choice, changes, output in session.steps():
+                _raise_error(output)
+                for chunk in make_chunks(choice, changes):
                     yield chunk
-            yield builder.last()
+            first, *others = session.replies
+            yield ChatChunk(reply=first.reply([other.reply() for other in others]))
 
     def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
@@ -259,12 +350,11 @@ class AsyncLLM:
 
     def _stream(self, prompt: str | Messages, sampling: Sampling, options: GenerateOptions) -> Pieces:
         if isinstance(prompt, str):
-            return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
+            return self._read_text(self._make_request(sampling, options, "stream"), prompt)
         return _get_pieces(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
 
-    async def _read_text(self, template: Request, prompt: str) -> Pieces:
+    async def _read_text(self, request: Request, prompt: str) -> Pieces:
         self._check_open()
-        request = new_request(template)
         with self._cancel_after(request.id):
             (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
             async for output in stream:
@@ -375,7 +465,7 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
     ) -> Iterator[ChatChunk]: ...
 
     def chat(

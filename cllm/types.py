@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from cllm.errors import CllmError, ContextLengthExceeded, from_code
+
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
@@ -167,6 +169,12 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     source: str
     triggers: tuple[str, ...] = ()
     reasoning: ReasoningMarks | None = None
+    origin: str = ""  # the field of the request that it comes from
+
+    @property
+    def field(self) -> str:
+        """The field that refusals name."""
+        return self.origin or self.kind.field
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,11 +267,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int = 0  # of the prediction that the request came with
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why a request ended with `error`: `code` names a class of `cllm.errors`."""
+class Failure(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """An error on its way between processes; `code` names a class of `cllm.errors`."""
 
     code: str
     message: str
+    field: str | None = None  # of the request
+    counts: tuple[int, ...] = ()  # of a prompt that is too long: its tokens, and the limit
+
+    @classmethod
+    def of(cls, error: CllmError) -> Failure:
+        counts = (error.prompt_tokens, error.limit) if isinstance(error, ContextLengthExceeded) else ()
+        return cls(error.code, error.message, getattr(error, "field", None), counts)
+
+    def error(self) -> CllmError:
+        return from_code(self.code, self.message, self.field, self.counts)
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -44,18 +44,20 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         """The text that the reply continues: that of an assistant's message at the end."""
         return str(self._continued.get("content") or "")
 
-    def for_template(self, *, constrained: bool = False) -> Chat:
-        """The conversation as the tokenizer takes it; a constrained answer opens its reasoning at once."""
+    def for_template(self) -> Chat:
+        """The conversation as the tokenizer takes it."""
         continued = self._continued
         switches = [self.options.get(name) for name in ("enable_thinking", "thinking")]
         return Chat(
             messages=self.messages[:-1] if continued else self.messages,
-            tools=tuple(tool.for_template() for tool in self.tools),
+            tools=self.tools,
+            forced=self.forced,
+            parallel=self.parallel,
             options=self.options,
             prefill=self.prefill,
             think=self.think and False not in switches,
-            opened=constrained,
             thoughts=get_thoughts(continued),
+            reasoning_budget=self.reasoning_budget if self.think else None,
         )
 
 
@@ -65,6 +67,11 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] = ()  # only these; empty: any
     parallel: bool = True
+
+    @classmethod
+    def of(cls, mode: Literal["none", "auto", "required", "any"], *, parallel: bool) -> ToolChoice:
+        """The choice of a mode; `any` is `required` in the words of others."""
+        return cls(mode="required" if mode == "any" else mode, parallel=parallel)
 
     def check(self, names: Sequence[str]) -> None:
         """Raises ValueError if names of tools repeat, or if a tool that must be called is missing."""

@@ -27,7 +27,6 @@ from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_interrupt import StepInterrupt
 from cllm.errors import EngineDied, IntegrityError
 from cllm.types import SlotInfo, Snapshot
-from cllm.backend.compute_turns import get_turns
 from cllm.workers.messages import (
     Cancel,
     ClearCache,

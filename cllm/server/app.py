@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, compile_path
 
-from cllm import __version__
 from cllm.config import ServerConfig
-from cllm.errors import ConfigError, ModelNotFound
+from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server import errors, openapi, static
-from cllm.server.hold import HoldMiddleware
+from cllm.server import static
+from cllm.server.dialect import HttpError, StructResponse, respond
+from cllm.server.dialects import DIALECTS, TABLE
+from cllm.server.dialects.responses.store import ResponseStore
+from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
+from cllm.server.leases import LeaseMiddleware
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import (
     AuthMiddleware,
@@ -28,20 +37,7 @@ from cllm.server.middleware import (
     TrustedHostMiddleware,
     split_list,
 )
-from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes import (
-    admin,
-    chat,
-    embeddings,
-    generate,
-    live,
-    llama,
-    messages,
-    ollama,
-    ollama_store,
-    openai,
-    responses,
-)
+from cllm.server.openapi import make_description
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -53,48 +49,73 @@ SAME_FIELDS = (  # names of one thing: a body that has one of them needs no defa
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
+# Code and message for errors of the framework.
+_HTTP = {
+    404: ("not_found", "this route does not exist: GET /docs lists the routes"),
+    405: ("method_not_allowed", "this route does not support this method: GET /docs lists the methods"),
+}
+
+
 def create_app(
     engines: Mapping[str, EngineClient | EngineRegistry], config: ServerConfig, keys: KeyRing | None = None
-) -> FastAPI:
+) -> Starlette:
     """The ASGI application. The engines are started and stopped by the caller."""
     (given,) = engines.values()
     registry = given if isinstance(given, EngineRegistry) else EngineRegistry.of(given)
-    app = FastAPI(
-        title="cllm",
-        version=__version__,
-        description="GGUF models for many users at once, on llama.cpp.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
-        redoc_url=None,
+    keys = keys or KeyRing(config.api_keys, config.api_key)
+    app = Starlette(
+        routes=_make_routes(closed=keys.closed),
+        middleware=_make_middleware(registry, config, keys),
+        exception_handlers={HTTPException: _on_http, CllmError: _on_error, Exception: _on_error},  # type: ignore[dict-item]
     )
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
-    app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
+    app.state.responses = ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
     app.state.add_defaults = ModelDefaults(registry, app.state.defaults)
-    app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
-    keys = keys or KeyRing(config.api_keys, config.api_key)
-    openapi.install(app, closed=keys.closed)
-    static.install(app)
-    errors.install(app)
-    # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (
-        generate,
-        openai,
-        chat,
-        responses,
-        messages,
-        embeddings,
-        llama,
-        ollama,
-        ollama_store,
-        admin,
-        live,
-    ):
-        app.router.routes.extend(module.router.routes)
-    _add_middleware(app, registry, config, keys)
+    app.state.large_bodies = asyncio.Lock()  # see `read_body`
     return app
+
+
+def _make_routes(*, closed: bool) -> list[BaseRoute]:
+    @cache
+    def describe() -> bytes:
+        return msgspec.json.encode(make_description(DIALECTS, closed=closed))
+
+    async def openapi(http: Request) -> Response:
+        return Response(describe(), media_type=StructResponse.media_type)
+
+    routes = [
+        Route(each.path, each.respond, methods=[each.method]) for one in DIALECTS for each in one.routes
+    ]
+    routes += [*static.ROUTES, Route("/openapi.json", openapi, methods=["GET"])]
+    for route in routes:
+        assert route.methods is not None
+        route.methods.discard("HEAD")  # HeadersMiddleware answers it as GET
+    return [*routes]
+
+
+async def _on_error(http: Request, error: Exception) -> Response:
+    return respond(http.scope, error)
+
+
+async def _on_http(http: Request, error: HTTPException) -> Response:
+    """Answer for the framework, which knows the methods of one route of a path alone."""
+    code, message = _HTTP.get(error.status_code, ("invalid_request", str(error.detail)))
+    response = respond(http.scope, HttpError(error.status_code, code, message))
+    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(_list_methods(http.scope["path"]))
+    return response
+
+
+def _list_methods(path: str) -> Sequence[str]:
+    """The methods of the documented routes that have a path."""
+    routes = [route for dialect in DIALECTS for route in dialect.routes if route.shown]
+    found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
+    return sorted({route.method for route in routes if route.path == found})
 
 
 def read_defaults(setting: str) -> dict[str, Any]:
@@ -109,10 +130,9 @@ def read_defaults(setting: str) -> dict[str, Any]:
 def check_defaults(defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields for requests, checked. Raises ConfigError."""
     try:
-        SamplingBody.model_validate(dict(defaults))
-    except ValidationError as error:
-        message, _ = errors.describe_validation([dict(each) for each in error.errors()])
-        raise ConfigError(f"{where}: {message}") from None
+        GenerationBody.parse(dict(defaults))
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error.message}") from None
     if "max_tokens" in defaults:  # it has this name on /v1/responses
         return {"max_output_tokens": defaults["max_tokens"], **defaults}
     return dict(defaults)
@@ -161,22 +181,20 @@ class ModelDefaults:
         return add_defaults(defaults, body)
 
 
-def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
-    """The layers around the routes; the last one added is the outermost."""
+def _make_middleware(registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> list[Middleware]:
+    """The layers around the routes, the outermost first."""
     count_refusal = registry.count_refusal
-    app.add_middleware(HoldMiddleware)
-    app.add_middleware(
-        BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
-    )
-    app.add_middleware(
-        AuthMiddleware,
-        keys=keys,
-        host=config.host,
-        open_routes=config.open_routes,
-        count_refusal=count_refusal,
-    )
+    layers = [
+        Middleware(HeadersMiddleware, dialects=TABLE),
+        Middleware(
+            TrustedHostMiddleware,
+            host=config.host,
+            allowed_hosts=config.allowed_hosts,
+            count_refusal=count_refusal,
+        ),
+    ]
     if origins := split_list(config.cors_origins):
-        app.add_middleware(
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,
             allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
@@ -185,10 +203,15 @@ def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig
             allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(
-        TrustedHostMiddleware,
+        layers.append(cors)
+    auth = Middleware(
+        AuthMiddleware,
+        keys=keys,
         host=config.host,
-        allowed_hosts=config.allowed_hosts,
+        open_routes=config.open_routes,
         count_refusal=count_refusal,
     )
-    app.add_middleware(HeadersMiddleware)
+    limits = Middleware(
+        BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
+    )
+    return [*layers, auth, limits, Middleware(LeaseMiddleware)]

@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
-from cllm.server.errors import error_body
-from cllm.server.sse import COMMENT
+from cllm.server.dialect import COMMENT, HttpError
+from cllm.server.dialects import TABLE
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._set_deadline(self._limits.header_s, "header")
 
     def _set_deadline(self, seconds: float | None, part: str = "") -> None:
-        """Hang up when `part` is not complete in so many seconds. None: there is nothing to wait for."""
+        """Hang up unless `part` is complete in time. None disables the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -305,7 +305,7 @@ class GuardedConnection(HttpToolsProtocol):
 
 
 def _make_response(path: str, status: int, code: str, message: str) -> bytes:
-    body = msgspec.json.encode(error_body(path, status, code, message))
+    body = msgspec.json.encode(TABLE.find(path).make_error(HttpError(status, code, message)))
     head = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         "content-type: application/json",

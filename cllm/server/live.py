@@ -18,7 +18,7 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.history import COLUMNS, History, read_totals
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.request_log import RequestLog
-from cllm.server.sse import encode, encode_named
+from cllm.server.dialect import encode, encode_named
 from cllm.types import Health, SlotInfo, Snapshot
 
 log = logging.getLogger(__name__)

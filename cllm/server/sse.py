@@ -6,37 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cllm.errors import from_code
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.errors import respond
+from cllm.server.dialect import COMMENT, respond
 from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
 from cllm.types import RequestOutput
 
-_encoder = msgspec.json.Encoder()
 GONE = 499  # the status of a response whose client has disconnected
-DONE = b"data: [DONE]\n\n"
-COMMENT = b":\n\n"  # an event that every client ignores
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-
-
-def encode(event: Any) -> bytes:
-    """One event."""
-    return b"data: " + _encoder.encode(event) + b"\n\n"
-
-
-def encode_named(name: str, event: Any) -> bytes:
-    """One event with a name, which clients listen for."""
-    return b"event: " + name.encode() + b"\n" + encode(event)
 
 
 async def cancel_on_disconnect(
@@ -61,7 +45,7 @@ async def collect(
     try:
         async for index, output in merged(streams):
             if output.error is not None:
-                raise from_code(output.error.code, output.error.message)
+                raise output.error.error()
             outputs[index].append(output)
         return None if watcher.done() else outputs
     except BaseException:
@@ -137,8 +121,7 @@ class EventStream(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
         if failure is not None:
-            answer = respond(Request(scope), from_code(failure.code, failure.message))
-            await answer(scope, receive, send)
+            await respond(scope, failure.error())(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._writing = False

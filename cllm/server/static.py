@@ -7,12 +7,13 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from cllm import __version__
 from cllm.errors import NotFound
+from cllm.server.dialect import respond
 from cllm.server.middleware import PAGE_FILES
 
 FOLDER = Path(__file__).parent / "page"
@@ -70,23 +71,27 @@ def read_files() -> dict[str, StaticFile]:
     }
 
 
-def install(app: FastAPI) -> None:
-    """Serve the page at `/`, with its API tab at `/docs`, and its files below."""
-    files = read_files()
+async def root(http: Request) -> Response:
+    """A browser gets the page, any other client a line: some look for Ollama this way."""
+    if "text/html" in http.headers.get("accept", ""):
+        return read_files()[INDEX].respond(http)
+    return PlainTextResponse(f"cllm {__version__} is running", headers={"Vary": "Accept"})
 
-    @app.get("/", include_in_schema=False)
-    async def root(http: Request) -> Response:
-        """A browser gets the page, any other client a line: some look for Ollama this way."""
-        if "text/html" in http.headers.get("accept", ""):
-            return files[INDEX].respond(http)
-        return PlainTextResponse(f"cllm {__version__} is running", headers={"Vary": "Accept"})
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs(http: Request) -> Response:
-        return files[INDEX].respond(http)
+async def docs(http: Request) -> Response:
+    """The page, which shows its API tab."""
+    return read_files()[INDEX].respond(http)
 
-    @app.get(PAGE_FILES + "{name:path}", include_in_schema=False)
-    async def page_file(name: str, http: Request) -> Response:
-        if name not in files:
-            raise NotFound("the page has no such file")
-        return files[name].respond(http)
+
+async def page_file(http: Request) -> Response:
+    """A file of the page."""
+    if (found := read_files().get(http.path_params["name"])) is None:
+        return respond(http.scope, NotFound("the page has no such file"))
+    return found.respond(http)
+
+
+ROUTES = (
+    Route("/", root, methods=["GET"]),
+    Route("/docs", docs, methods=["GET"]),
+    Route(PAGE_FILES + "{name:path}", page_file, methods=["GET"]),
+)

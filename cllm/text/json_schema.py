@@ -87,7 +87,7 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
     written. In a grammar of a client `%json` may also stand in a literal, so what is no JSON there is left
     to the compiler, and its references are counted as text.
     """
-    field, source, found = spec.kind.field, spec.source, list[EmbeddedSchema]()
+    field, source, found = spec.field, spec.source, list[EmbeddedSchema]()
     places = [len(source) - len(source.lstrip())]
     if spec.kind is not ConstraintKind.JSON_SCHEMA:
         embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)

@@ -255,7 +255,7 @@ class GrammarCompiler:
             return self._make_matcher(spec, spec.source)
 
     def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
-        field = spec.kind.field
+        field = spec.field
         grammar = to_llguidance(ConstraintSpec(spec.kind, source))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
@@ -285,7 +285,7 @@ def run_on_large_stack(task: Callable[[], Made]) -> Made:
 
 def _check_size(spec: ConstraintSpec) -> None:
     """Raise InvalidRequest for a source that is too long, too deep, or has too many rules."""
-    field = spec.kind.field
+    field = spec.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
     if _depth(spec.source) > MAX_DEPTH:
@@ -296,7 +296,7 @@ def _check_size(spec: ConstraintSpec) -> None:
 
 def to_llguidance(spec: ConstraintSpec) -> str:
     """The grammar in llguidance's own form. Raises InvalidRequest."""
-    field = spec.kind.field
+    field = spec.field
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:

@@ -17,11 +17,10 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, InvalidRequest, ShuttingDown, from_code
-from cllm.types import TokenBound
+from cllm.types import Failure, TokenBound
 from cllm.workers.messages import (
     Command,
     Died,
-    Refused,
     Report,
     Submit,
     TokenizerAnswer,
@@ -119,11 +118,8 @@ def settle(future: Future[Any], answer: object) -> None:
     """Give a future its answer; a refusal or an error is raised there. The caller may have gone."""
     if not future.running() and not future.set_running_or_notify_cancel():
         return
-    if isinstance(answer, Refused):
-        error = from_code(answer.code, answer.message)
-        if isinstance(error, InvalidRequest):
-            error.field = answer.field
-        answer = error
+    if isinstance(answer, Failure):
+        answer = answer.error()
     if isinstance(answer, CllmError):
         future.set_exception(answer)
     else:

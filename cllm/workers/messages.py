@@ -11,8 +11,7 @@ from typing import Literal
 import msgspec
 
 from cllm.errors import ContextLengthExceeded
-from cllm.text.chat_format import ChatFormat
-from cllm.text.prompt import Chat, Gap, check_length
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptInput, RawText, check_length
 from cllm.types import (
     ConstraintSpec,
     Failure,
@@ -182,28 +181,13 @@ Report = StepReport | Inspection | CacheDone | Loading | Ready | Unready | Clust
 # refused anyway need not cross to the parent.
 
 
-class TokenizeText(msgspec.Struct, frozen=True, tag=True):
-    """A raw prompt; answered with Tokens."""
+class Prepare(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Make the prompts of a request, and all else that its text decides; answered with Prepared."""
 
-    text: str
+    inputs: tuple[PromptInput, ...]
     max_tokens: int = 0
-    add_special: bool = True
-    parse_special: bool = False  # True only where the client is trusted to write control tokens
-
-
-class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
-    """A conversation through the chat template; answered with Tokens."""
-
-    chat: Chat
-    max_tokens: int = 0
-
-
-class TokenizeInfill(msgspec.Struct, frozen=True, tag=True):
-    """A text with a gap; answered with Tokens. With `cut_to`, the text is cut at its far ends to so many."""
-
-    gap: Gap
-    max_tokens: int = 0
-    cut_to: int = 0
+    constraint: ConstraintSpec | None = None  # of the answer; refused where it cannot be compiled
+    texts: tuple[str, ...] = ()  # tokenised as they are: a prediction, texts with a bias
 
 
 class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
@@ -240,30 +224,7 @@ class SpellTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
 
-class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
-    """Does this grammar compile? Answered with Text (empty)."""
-
-    spec: ConstraintSpec
-
-
-class DescribeFormat(msgspec.Struct, frozen=True, tag=True):
-    """How the model writes an answer, with tools or without; answered with Described."""
-
-    tools: bool = False
-
-
-TokenizerTask = (
-    TokenizeText
-    | TokenizeChat
-    | TokenizeInfill
-    | TokenizeTexts
-    | TokenizePairs
-    | RenderChat
-    | Detokenize
-    | SpellTokens
-    | CheckConstraint
-    | DescribeFormat
-)
+TokenizerTask = Prepare | TokenizeTexts | TokenizePairs | RenderChat | Detokenize | SpellTokens
 
 
 def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
@@ -272,19 +233,29 @@ def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
     Not a conversation: its template may leave text out, so it is checked when it is rendered.
     """
     match task:
-        case TokenizeText(text, max_tokens):
-            check_length(vocabulary, (text,), max_tokens)
-        case TokenizeInfill(gap, max_tokens, cut_to):
-            texts = [gap.prompt]
-            if not cut_to:
-                texts += [gap.suffix, *(snippet.text for snippet in gap.snippets or ())]
-                texts += [gap.prefix] if isinstance(gap.prefix, str) else []
-            check_length(vocabulary, texts, max_tokens)
+        case Prepare(inputs, max_tokens):
+            for each in inputs:
+                check_length(vocabulary, _list_texts(each), max_tokens)
         case TokenizeTexts(texts, max_tokens, field):
             _check_inputs(vocabulary, ((text,) for text in texts), max_tokens, field)
         case TokenizePairs(query, documents, max_tokens):
             pairs = ((query, document) for document in documents)
             _check_inputs(vocabulary, pairs, max_tokens, "documents")
+
+
+def _list_texts(prompt: PromptInput) -> list[str]:
+    """The texts whose length bounds that of the prompt."""
+    match prompt:
+        case RawText(pieces):
+            return [piece for piece in pieces if isinstance(piece, str)]
+        case Gap(cut_to=0):
+            around = [prompt.prefix] if isinstance(prompt.prefix, str) else []
+            snippets = [snippet.text for snippet in prompt.snippets or ()]
+            return [prompt.prompt, prompt.suffix, *snippets, *around]
+        case Gap():
+            return [prompt.prompt]
+        case _:
+            return []
 
 
 def _check_inputs(vocabulary: HasBound, inputs: Iterable[Sequence[str]], max_tokens: int, field: str) -> None:
@@ -306,9 +277,9 @@ class TokenizerReady(msgspec.Struct, frozen=True, tag=True):
     bound: TokenBound
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
-    tokens: tuple[int, ...]
-    thinking: bool = False  # they end inside the model's reasoning
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    prompts: tuple[PreparedPrompt, ...]
+    texts: tuple[tuple[int, ...], ...] = ()
 
 
 class TokenLists(msgspec.Struct, frozen=True, tag=True):
@@ -323,17 +294,7 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     pieces: tuple[bytes, ...]
 
 
-class Described(msgspec.Struct, frozen=True, tag=True):
-    chat_format: ChatFormat
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    code: str
-    message: str
-    field: str | None = None
-
-
-TokenizerAnswer = Tokens | TokenLists | Text | Pieces | Described | Refused
+TokenizerAnswer = Prepared | TokenLists | Text | Pieces | Failure
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

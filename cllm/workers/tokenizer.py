@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -19,32 +19,26 @@ import msgspec
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import PromptBuilder, infill_prompt
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, RawText, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import TokenBound, Vocabulary
+from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.messages import (
-    CheckConstraint,
-    Described,
-    DescribeFormat,
     Detokenize,
     Pieces,
-    Refused,
+    Prepare,
+    Prepared,
     RenderChat,
     SpellTokens,
     Text,
-    TokenizeChat,
-    TokenizeInfill,
     TokenizePairs,
     TokenizerAnswer,
     TokenizerCall,
     TokenizerReady,
     TokenizerReply,
     TokenizerTask,
-    TokenizeText,
     TokenizeTexts,
     TokenLists,
-    Tokens,
     check_task,
 )
 from cllm.workers.tokenizer_queue import THREADS
@@ -78,9 +72,11 @@ class TokenizerWorker:
         return GrammarCompiler(self._vocabulary)  # takes half a second
 
     def warm_up(self) -> None:
-        """Build the grammar compiler, so that the first grammar holds up no text."""
+        """Build what is built once, so that the first chat and the first grammar hold up no text."""
         with self._lock:
             _ = self._constraints
+        for tools in (False, True):
+            self._prompts.describe(tools=tools)
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
@@ -88,16 +84,12 @@ class TokenizerWorker:
         try:
             check_task(task, vocabulary)
             match task:
-                case TokenizeText(text, max_tokens, add_special, parse_special):
-                    tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
-                    return _limited(tokens, max_tokens)
+                case Prepare(inputs, max_tokens, constraint, texts):
+                    prompts = tuple(self._prepare(each, max_tokens, constraint) for each in inputs)
+                    plain = partial(vocabulary.tokenize, add_special=False, parse_special=False)
+                    return Prepared(prompts, tuple(tuple(plain(text)) for text in texts))
                 case RenderChat(chat):
                     return Text(self._prompts.render(chat))
-                case TokenizeChat(chat, max_tokens):
-                    prompt = self._prompts.tokenize(chat, max_tokens)
-                    return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
-                case TokenizeInfill(gap, max_tokens, cut_to):
-                    return _limited(infill_prompt(vocabulary, gap, cut_to), max_tokens)
                 case TokenizeTexts(texts, max_tokens, field):
                     tokenize = partial(vocabulary.tokenize, add_special=True, parse_special=False)
                     return _all_limited(map(tokenize, texts), max_tokens, field)
@@ -108,26 +100,43 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case SpellTokens(tokens):
                     return Pieces(tuple(map(self._spell, tokens)))
-                case DescribeFormat(tools):
-                    return Described(self._prompts.describe(tools=tools))
-                case CheckConstraint(spec):
-                    with self._lock:
-                        self._constraints.check(spec)
-                    return Text("")
         except CllmError as error:
-            return Refused(error.code, error.message, getattr(error, "field", None))
+            return Failure.of(error)
+
+    def _prepare(
+        self, given: PromptInput, max_tokens: int, constraint: ConstraintSpec | None
+    ) -> PreparedPrompt:
+        if isinstance(given, Chat):
+            prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
+        else:
+            if constraint is not None:
+                self._check(constraint)
+            tokens = infill_prompt(self._vocabulary, given) if isinstance(given, Gap) else self._read(given)
+            prompt = PreparedPrompt(tuple(tokens), constraint=constraint)
+        if max_tokens and len(prompt.tokens) > max_tokens:
+            raise ContextLengthExceeded(len(prompt.tokens), max_tokens)
+        return prompt
+
+    def _read(self, text: RawText) -> Iterator[int]:
+        """The tokens of a raw prompt; special tokens are added at its beginning only."""
+        for index, piece in enumerate(text.pieces):
+            if isinstance(piece, str):
+                first = text.add_special and not index
+                yield from self._vocabulary.tokenize(
+                    piece, add_special=first, parse_special=text.parse_special
+                )
+            else:
+                yield piece
+
+    def _check(self, spec: ConstraintSpec) -> None:
+        with self._lock:
+            self._constraints.check(spec)
 
     def _spell(self, token: int) -> bytes:
         vocabulary = self._vocabulary
         return (
             vocabulary.spelling(token).encode() if vocabulary.is_control(token) else vocabulary.piece(token)
         )
-
-
-def _limited(tokens: list[int], max_tokens: int, *, thinking: bool = False) -> Tokens:
-    if max_tokens and len(tokens) > max_tokens:
-        raise ContextLengthExceeded(len(tokens), max_tokens)
-    return Tokens(tuple(tokens), thinking)
 
 
 def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> TokenLists:
@@ -168,7 +177,7 @@ def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
             answer = worker.perform(call.task)
         except Exception as error:  # every task gets an answer; the log names no text
             log.error("a tokenizer task failed: %s in %s", type(error).__name__, type(call.task).__name__)
-            answer = Refused("engine_error", "this text could not be processed")
+            answer = Failure("engine_error", "this text could not be processed")
         channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
 
     channel.send(msgspec.msgpack.encode(TokenizerReady(worker.bound)))

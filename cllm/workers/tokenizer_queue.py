@@ -10,7 +10,8 @@ from concurrent.futures import Future
 
 from cllm.errors import CllmError, EngineDied, InvalidRequest, TokenizerBusy
 from cllm.text.chat_template import GUARD_LIMIT_S
-from cllm.workers.messages import CheckConstraint, RenderChat, TokenizeChat, TokenizerAnswer, TokenizerTask
+from cllm.text.prompt import Chat
+from cllm.workers.messages import Prepare, RenderChat, TokenizerAnswer, TokenizerTask
 from cllm.workers.supervisor import Attempt
 
 THREADS = 2  # of the worker: a long prompt must not hold up the short ones behind it
@@ -34,12 +35,15 @@ class Call(Attempt):
         self.made_at = time.monotonic()
         self.sent_at = 0.0
         self.abandoned = False  # its caller has gone
-        grammar = isinstance(task, CheckConstraint)
-        self.limit_s = GRAMMAR_LIMIT_S if grammar else TEXT_LIMIT_S
+        chats = [each for each in task.inputs if isinstance(each, Chat)] if isinstance(task, Prepare) else []
+        self._renders = bool(chats) or isinstance(task, RenderChat)
+        self._grammar_field = "tools" if any(chat.tools for chat in chats) else ""
+        if isinstance(task, Prepare) and task.constraint is not None:
+            self._grammar_field = task.constraint.field
+        long = len(frame) > LARGE_BYTES
+        self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field and not long else TEXT_LIMIT_S
         # One grammar is compiled at a time: a second one would wait for it on the other thread.
-        self.large = grammar or len(frame) > LARGE_BYTES
-        self._grammar_field = task.spec.kind.field if isinstance(task, CheckConstraint) else ""
-        self._renders = isinstance(task, RenderChat | TokenizeChat)
+        self.large = bool(self._grammar_field) or long
 
     @property
     def overdue_s(self) -> float:

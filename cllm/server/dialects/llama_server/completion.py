@@ -1,0 +1,311 @@
+"""Answers of llama-server's /completion and /infill, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.chat.session import ChatSession
+from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.dialect import COMMENT, StructResponse, encode
+from cllm.server.dialects.llama_server import answers
+from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
+from cllm.server.dialects.llama_server.dialect import llama_server
+from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.submit import make_request, prepare
+from cllm.server.timings import PromptProgress, get_timings
+from cllm.text.prompt import Gap, RawText
+from cllm.types import FinishReason, Request, RequestOutput
+from cllm.workers.messages import Pieces, RenderChat, SpellTokens, Text
+
+PROBED = 64  # candidates that probabilities after sampling are made of
+PROGRESS_S = 0.25  # between two looks at a prompt that is computed
+ChoiceOutput = tuple[int, RequestOutput]
+_replace = msgspec.structs.replace
+
+
+class LineLimits:
+    """Ends an answer at a line that is indented by too little, or at the first line break after a time."""
+
+    def __init__(self, n_indent: int, seconds: float, end: Callable[[], Any]) -> None:
+        self._n_indent = n_indent
+        self._seconds = seconds
+        self._end = end
+        self._line: str | None = None  # the current line so far, after the first line break
+        self.over = False
+
+    def cut(self, text: str, elapsed_s: float) -> str:
+        """What of the text still belongs to the answer."""
+        if self.over:
+            return ""
+        kept = self._by_indent(text) if self._n_indent else text
+        late = self._seconds > 0 and elapsed_s > self._seconds and "\n" in kept
+        if late or kept is not text:
+            self.over = True
+            self._end()
+        return kept
+
+    def _by_indent(self, text: str) -> str:
+        first, *lines = text.split("\n")
+        begun = self._line
+        if begun is not None:
+            first = begun + first
+        position = -len(begun or "")
+        for index, line in enumerate((first, *lines)):
+            indent = len(line) - len(line.lstrip(" \t"))
+            complete = index < len(lines)
+            if (index or begun is not None) and indent < self._n_indent and (line[indent:] or complete):
+                return text[: max(0, position + indent)]
+            position += len(line) + 1
+        self._line = lines[-1] if lines else None if begun is None else first
+        return text
+
+
+class LimitedStream(AsyncOutputStream):
+    """A stream that may have limits by line."""
+
+    limits: LineLimits | None = None
+
+    def push(self, output: RequestOutput) -> None:
+        if self.limits is not None and output.error is None:
+            now = time.perf_counter()
+            output = _replace(output, text=self.limits.cut(output.text, now - (self.first_token or now)))
+            if self.limits.over and output.finish_reason is not None:
+                output = _replace(output, finish_reason=FinishReason.LENGTH, stop=None)
+        super().push(output)
+
+
+def make_completion(
+    request: Request,
+    stream: AsyncOutputStream,
+    outputs: Sequence[RequestOutput],
+    *,
+    model: str,
+    prompt: str,
+    context: int,
+) -> answers.LlamaCompletion:
+    """A finished answer, with everything that llama-server says of one."""
+    last, text = outputs[-1], "".join(output.text for output in outputs)
+    assert last.usage is not None
+    usage, limited = last.usage, last.finish_reason is FinishReason.LENGTH
+    return answers.LlamaCompletion(
+        content=text,
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        model=model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.cells or usage.prompt_tokens,
+        generation_settings=answers.make_settings(request),
+        prompt=prompt,
+        has_new_line="\n" in text,
+        truncated=limited and usage.prompt_tokens + usage.completion_tokens >= context,
+        stop_type="limit" if limited else "word" if last.stop else "eos",
+        stopping_word=last.stop or "",
+        timings=get_timings(stream, usage.prompt_tokens, usage),
+    )
+
+
+async def make_verbose(
+    session: ChatSession, request: Request, outputs: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    """`__verbose` of a chat: its first choice as `/completion` would answer."""
+    prompt = (await run_tokenizer(session.engine, RenderChat(session.chat), Text)).text
+    info, limits = loaded(session.engine)
+    stream, context = session.streams[0], limits.request_tokens
+    answer = make_completion(request, stream, outputs, model=info.name, prompt=prompt, context=context)
+    found: dict[str, Any] = msgspec.to_builtins(_replace(answer, tokens=()))
+    return found
+
+
+class Completions(NamedTuple):
+    """One call: its body, the request all prompts share, and the prompts as tokens and as text."""
+
+    body: LlamaCompletionBody
+    request: Request
+    model: str
+    context: int
+    prompts: Sequence[tuple[tuple[int, ...], str]]
+
+    def prompt(self, index: int) -> tuple[tuple[int, ...], str]:
+        return self.prompts[index // self.body.n_cmpl]
+
+    def probabilities(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The probabilities of these outputs' tokens, where they were asked for."""
+        if not self.body.n_probs:
+            return UNSET
+        entries = [entry for output in outputs for entry in output.logprobs]
+        sampling = self.request.sampling if self.body.post_sampling_probs else None
+        return answers.make_probabilities(entries, sampling, self.body.n_probs)
+
+    def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
+        """A finished answer, or (without outputs before the last) the last event of a stream."""
+        body = self.body
+        answer = make_completion(
+            self.request,
+            stream,
+            outputs,
+            model=self.model,
+            prompt=self.prompt(index)[1],
+            context=self.context,
+        )
+        limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stream": body.stream}
+        answer = _replace(
+            answer,
+            index=index,
+            content="" if body.stream else answer.content,
+            tokens=answer.tokens if body.return_tokens and not body.stream else (),
+            completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
+            generation_settings={**answer.generation_settings, **limit},
+        )
+        return answers.select_fields(answer, body.response_fields) if body.response_fields else answer
+
+    async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
+        """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
+        yield COMMENT  # there is no event before the first token
+        outputs = merged(streams)
+        if self.body.return_progress:
+            first = asyncio.ensure_future(anext(outputs))
+            total = len(self.prompts[0][0])
+            async for progress in watch_prompt(engine, streams[0], total, first):
+                yield encode(answers.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
+            outputs = _chain(await first, outputs)
+        generated = [0] * len(streams)
+        lines = [False] * len(streams)
+        async for index, output in outputs:
+            if output.error is not None:
+                yield llama_server.frame_failure(output.error)
+                return
+            lines[index] = lines[index] or "\n" in output.text
+            for piece in self._split(output):
+                generated[index] += len(piece.tokens)
+                yield encode(self._event(index, streams[index], generated[index], piece))
+            if output.finish_reason is not None:
+                last = _replace(output, text="\n" if lines[index] else "", tokens=())
+                yield encode(self.whole(index, streams[index], [last]))
+
+    def _event(
+        self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
+    ) -> answers.LlamaEvent:
+        count = len(self.prompt(index)[0])
+        timed = self.body.timings_per_token
+        return answers.LlamaEvent(
+            index=index,
+            content=output.text,
+            tokens=output.tokens,
+            tokens_predicted=generated,
+            tokens_evaluated=count,
+            timings=get_timings(stream, count) if timed else UNSET,
+            completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
+        )
+
+    def _split(self, output: RequestOutput) -> Iterator[RequestOutput]:
+        """An output as one of each token where probabilities are asked for; nothing of an empty one."""
+        if not self.body.n_probs or len(output.tokens) < 2:
+            if output.tokens or output.text:
+                yield output
+            return
+        text = output.text
+        for index, (token, entry) in enumerate(zip(output.tokens, output.logprobs, strict=True), 1):
+            piece = entry.pieces[0].decode("utf-8", "ignore")
+            own = text if index == len(output.tokens) else piece if text.startswith(piece) else ""
+            text = text[len(own) :]
+            yield _replace(output, text=own, tokens=(token,), logprobs=(entry,))
+
+
+async def watch_prompt(
+    engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
+) -> AsyncIterator[PromptProgress]:
+    """How much of a prompt of `total` tokens is computed, until the `first` output of its stream is there."""
+    try:
+        while not first.done():
+            await asyncio.wait((first,), timeout=PROGRESS_S)
+            processed = total if first.done() else await _count_cells(engine, stream.request_id)
+            elapsed_ms = 1000 * (time.perf_counter() - stream.started)
+            yield PromptProgress(total, 0, min(total, processed), elapsed_ms)
+    except BaseException:
+        first.cancel()
+        raise
+
+
+async def _count_cells(engine: EngineClient, request_id: str) -> int:
+    """How many KV cells a request holds between two steps."""
+    leases = (await asyncio.wrap_future(engine.inspect())).leases
+    return sum(lease.position for lease in leases if lease.request_id == request_id)
+
+
+async def _chain(first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]) -> AsyncIterator[ChoiceOutput]:
+    yield first
+    async for output in rest:
+        yield output
+
+
+async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
+    """Tokens as text, control tokens too."""
+    found = await run_tokenizer(engine, SpellTokens(tokens), Pieces)
+    return b"".join(found.pieces).decode("utf-8", "replace")
+
+
+async def complete(
+    engine: EngineClient,
+    body: LlamaCompletionBody,
+    http: HttpRequest,
+    inputs: Sequence[RawText | Gap],
+    texts: Sequence[str | None],
+) -> Response:
+    """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
+
+    `texts` are the prompts as the answers show them; None: as their tokens are spelled.
+    """
+    probed = PROBED if body.post_sampling_probs else body.n_probs
+    request = make_request(
+        engine,
+        http,
+        body,
+        request_id=uuid.uuid4().hex,
+        max_tokens=None if body.n_predict < 0 else body.n_predict,
+        stop=body.stops,
+        logprobs=probed if body.n_probs else 0,
+    )
+    request, prompts = await prepare(engine, request, inputs, body.biases)
+    shown = [
+        await spell(engine, tokens) if text is None else text
+        for tokens, text in zip(prompts, texts, strict=True)
+    ]
+    info, limits = loaded(engine)
+    call = Completions(
+        body, request, info.name, limits.request_tokens, list(zip(prompts, shown, strict=True))
+    )
+    streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
+    if body.n_indent or body.t_max_predict_ms > 0:
+        for stream in streams:
+            set_limits(engine, stream, body)
+    if body.stream:
+        return EventStream(engine, streams, call.events(engine, streams))
+    collected = await collect(engine, streams, http)
+    if collected is None:
+        return Response(status_code=GONE)
+    found = [
+        call.whole(index, stream, outputs)
+        for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
+    ]
+    return StructResponse(found[0] if len(found) == 1 else found)
+
+
+def set_limits(engine: EngineClient, stream: LimitedStream, body: LlamaCompletionBody) -> None:
+    """End the stream where `n_indent` or `t_max_predict_ms` say so."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        loop.call_soon(engine.cancel, stream.request_id)
+
+    stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)

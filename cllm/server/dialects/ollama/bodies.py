@@ -1,0 +1,373 @@
+"""Requests of Ollama's routes, under its names."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.chat.conversation import (
+    Conversation,
+    ToolChoice,
+    make_template_options,
+    normalize_messages,
+    refuse_media,
+)
+from cllm.frontend.engine_registry import LATEST
+from cllm.server.body import Body
+from cllm.server.dialects.openai.chat_body import CalledFunction, ReasoningText, ToolBody, drop_nulls
+from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
+from cllm.server.dialects.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MESSAGES,
+    QUESTION,
+    SCHEMA,
+    Stops,
+    TopLogprobs,
+    take_tools,
+)
+from cllm.server.generation import GenerationBody
+from cllm.text.prompt import Gap, RawText
+
+FOREVER = -1.0
+MAX_DURATION = 64  # characters
+MODEL = "SmolLM2-135M-Instruct"
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
+
+OllamaName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=1024,
+        description="Its name, also with `:latest` (also `name`)",
+        examples=[MODEL],
+    ),
+]
+KeepAlive = Annotated[
+    float | None,
+    Meta(
+        description="How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
+        examples=["5m", 300],
+        extra_json_schema={
+            "anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]
+        },
+    ),
+]
+"""Read by `OllamaBody.prepare`."""
+Format = Annotated[
+    Literal["", "json"] | dict[str, Any] | None,
+    Meta(description="`json`: any JSON object; or a JSON schema", examples=["json", SCHEMA]),
+]
+Think = Annotated[
+    bool | Literal["low", "medium", "high"] | None,
+    Meta(description="Reasoning, on or off, or how much", examples=[False]),
+]
+
+
+def parse_seconds(value: Any) -> Any:
+    """Seconds of a number or of a duration in Go's form; all below 0 are `FOREVER`. Raises ValueError."""
+    if isinstance(value, str):
+        found = _DURATION.fullmatch(value) if len(value) <= MAX_DURATION else None
+        if found is None:
+            raise ValueError("keep_alive: must be seconds, or a duration as 5m, 1h30m or -1s")
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
+        value = -seconds if found[1] == "-" else seconds
+    negative = isinstance(value, int | float) and value < 0
+    return FOREVER if negative else value
+
+
+def strip_tag(name: str) -> str:
+    """A model's name without the tag that every name may have."""
+    return name.removesuffix(LATEST)
+
+
+class OllamaBody(msgspec.Struct, Body, kw_only=True):
+    """What all of Ollama's routes about one model share."""
+
+    ALIASES = {"model": ("model", "name")}
+    EXAMPLE = {"model": MODEL}
+
+    model: OllamaName
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {**value, "keep_alive": parse_seconds(value.get("keep_alive"))}
+
+
+class OllamaOptions(GenerationBody, kw_only=True):
+    """The sampling fields in Ollama's names. What concerns loading (`num_ctx`, `num_gpu` …) is ignored."""
+
+    form = "format"
+    ALIASES = {
+        "num_predict": ("num_predict", "max_tokens"),
+        "repetition_penalty": ("repeat_penalty", "repetition_penalty"),
+        "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
+    }
+
+    num_predict: Annotated[
+        int,
+        Meta(
+            ge=-(2**31),
+            le=2**31 - 1,
+            description="Maximum number of tokens to generate; below 1: as many as fit",
+        ),
+    ] = -1
+    stop: Annotated[
+        Stops, Meta(description="Texts that end the answer and are not part of it", examples=[["\n\n"]])
+    ] = ()
+    format: Annotated[Format, Meta(description="Ignored: the body's counts")] = None
+
+    def form_schema(self) -> dict[str, Any] | None:
+        return {"type": "object"} if self.format == "json" else self.format or None
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.num_predict if self.num_predict > 0 else None
+
+
+_OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"format"})
+
+
+class OllamaAnswerBody(OllamaBody, kw_only=True):
+    """What `/api/chat` and `/api/generate` share."""
+
+    stream: Annotated[bool, Meta(description="Send the answer in pieces, a line of JSON each")] = True
+    format: Format = None
+    options: Annotated[
+        OllamaOptions,
+        Meta(
+            description="Sampling, in Ollama's names and in cllm's",
+            examples=[{"temperature": 0, "num_predict": 32}],
+        ),
+    ] = msgspec.field(default_factory=OllamaOptions)
+    think: Think = None
+    keep_alive: KeepAlive = None
+    logprobs: Annotated[bool, Meta(description="Return log-probabilities of the sampled tokens")] = False
+    top_logprobs: Annotated[TopLogprobs, Meta(description="And of this many most likely tokens")] = 0
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """The server's defaults are fields of the body: here they belong to the options."""
+        value, options = super().prepare(value), value.get("options") or {}
+        if not isinstance(options, dict):
+            return value
+        given = {name: value[name] for name in _OPTION_NAMES & value.keys() if value[name] is not None}
+        return {**value, "options": given | options}
+
+    def check(self) -> None:
+        self.options.format = self.format
+
+    @property
+    def top(self) -> int | None:
+        """How many most likely tokens are returned; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def raw_prompt(self) -> RawText | Gap | None:
+        """The prompt where it is no conversation."""
+        return None
+
+    def conversation(self) -> Conversation:
+        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
+        raise NotImplementedError
+
+    def thinking(self) -> dict[str, Any]:
+        """The fields of `Conversation` that say how much the model reasons."""
+        if self.think is None:
+            return {}
+        effort = self.think if isinstance(self.think, str) else None
+        options = make_template_options({"enable_thinking": self.think is not False}, effort)
+        return {"options": options, "think": self.think is not False}
+
+
+class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    id: Annotated[str | None, Meta(description="Its id, if it has one", examples=["call_1"])] = None
+    function: Annotated[
+        CalledFunction, Meta(description="The tool and its arguments", examples=[{"name": "now"}])
+    ]
+
+
+class OllamaMessage(msgspec.Struct, Body, kw_only=True):
+    """One message."""
+
+    role: Annotated[Literal["system", "user", "assistant", "tool"], Meta(description="The author")]
+    content: Annotated[str | None, Meta(description="The text", examples=[QUESTION])] = None
+    images: Annotated[
+        list[str] | None,
+        Meta(description="Refused in the last question: the model accepts text only", examples=[None]),
+    ] = None
+    thinking: ReasoningText = None
+    tool_calls: Annotated[
+        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="Tool calls of an earlier answer",
+            examples=[[{"function": {"name": "now", "arguments": {}}}]],
+        ),
+    ] = None
+    tool_name: Annotated[str | None, Meta(description="The tool whose result this is", examples=["now"])] = (
+        None
+    )
+    tool_call_id: Annotated[
+        str | None, Meta(description="The call that this answers", examples=["call_1"])
+    ] = None
+
+    def check(self) -> None:
+        if not isinstance(self.thinking, str):
+            self.thinking = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message in OpenAI's shape."""
+        message: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
+        if images := message.pop("images", ()):
+            message["content"] = [
+                {"type": "text", "text": self.content or ""},
+                *[{"type": "image"}] * len(images),
+            ]
+        if (name := message.pop("tool_name", None)) is not None:
+            message["name"] = name
+        return message
+
+
+class OllamaChatBody(OllamaAnswerBody, kw_only=True):
+    """`POST /api/chat`."""
+
+    EXAMPLE = {"model": MODEL, "messages": MESSAGES, "stream": False, "options": {"num_predict": 32}}
+
+    messages: Annotated[
+        list[OllamaMessage],
+        Meta(
+            max_length=MAX_MESSAGES,
+            description="The conversation; without any the model is only loaded, or unloaded",
+            examples=[MESSAGES],
+        ),
+    ] = []
+    tools: Annotated[
+        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="Functions the model may call",
+            examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
+        ),
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return take_tools(super().prepare(value), "function", default="function")
+
+    def check(self) -> None:
+        super().check()
+        ToolChoice().check([tool.function.name for tool in self.tools or ()])
+
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=normalize_messages(message.as_dict() for message in self.messages),
+            **self.thinking(),
+            **ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
+        )
+
+
+class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
+    """`POST /api/generate`."""
+
+    EXAMPLE = {"model": MODEL, "prompt": QUESTION, "stream": False, "options": {"num_predict": 32}}
+
+    prompt: Annotated[
+        str,
+        Meta(
+            description="The question; without one the model is only loaded, or unloaded", examples=[QUESTION]
+        ),
+    ] = ""
+    suffix: Annotated[
+        str, Meta(description="The text after the gap that the answer fills", examples=[")"])
+    ] = ""
+    system: Annotated[str, Meta(description="Instructions", examples=["Be brief."])] = ""
+    raw: Annotated[bool, Meta(description="Complete the prompt as it is: no chat template")] = False
+    images: Annotated[
+        list[str] | None, Meta(description="Refused: the model accepts text only", examples=[None])
+    ] = None
+    template: Annotated[
+        str, Meta(description="Refused: the server's `--chat-template` sets it", examples=[""])
+    ] = ""
+    context: Annotated[
+        list[int] | None, Meta(description="Refused: `/api/chat` takes earlier messages", examples=[None])
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.images:
+            raise ValueError(refuse_media("image", "images"))
+        if self.template:
+            raise ValueError(
+                "template: a request cannot change it; start the server with --chat-template, or use raw"
+            )
+        if self.context:
+            raise ValueError("context: not supported; send the earlier messages to /api/chat")
+        if self.suffix and (self.system or self.raw):
+            raise ValueError("suffix: it goes with neither system nor raw")
+
+    @property
+    def raw_prompt(self) -> RawText | Gap | None:
+        if self.suffix:
+            return Gap(prefix=self.prompt, suffix=self.suffix)
+        return RawText((self.prompt,)) if self.raw else None
+
+    def conversation(self) -> Conversation:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Conversation(messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking())
+
+
+class OllamaEmbedBody(OllamaBody, kw_only=True):
+    """`POST /api/embed`."""
+
+    EXAMPLE = {"model": MODEL, "input": ["The cat sat."]}
+
+    input: Annotated[
+        str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
+        Meta(
+            description=f"A text or texts; at most {MAX_INPUTS}", examples=["The cat sat.", ["The cat sat."]]
+        ),
+    ]
+    truncate: Annotated[bool, Meta(description="Cut inputs that are too long; else they are refused")] = True
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Keep only the first dimensions, scaled to length 1 again", examples=[64]),
+    ] = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        given = (self.input,) if isinstance(self.input, str) else self.input
+        return tuple(text for text in given if text)
+
+
+class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
+    """`POST /api/embeddings`, the older form of `/api/embed`."""
+
+    EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
+
+    prompt: Annotated[str, Meta(description="A text", examples=["The cat sat."])] = ""
+    keep_alive: KeepAlive = None
+
+
+class ShowBody(OllamaBody, kw_only=True):
+    """`POST /api/show`."""
+
+
+class PullBody(OllamaBody, kw_only=True):
+    """`POST /api/pull`."""
+
+    EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
+
+    stream: Annotated[bool, Meta(description="Send the progress, a line of JSON each")] = True
+
+
+class DeleteBody(OllamaBody, kw_only=True):
+    """`DELETE /api/delete`."""
+
+    EXAMPLE = {"model": "hf:USER/REPO:Q4_K_M"}

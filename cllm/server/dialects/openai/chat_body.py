@@ -1,0 +1,414 @@
+"""The body of OpenAI's `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.chat.conversation import (
+    TEXT_PARTS,
+    Conversation,
+    ToolChoice,
+    make_template_options,
+    normalize_messages,
+    write_arguments,
+)
+from cllm.server.body import Body, Name, TokenLimit, check_limit
+from cllm.server.dialects.openai.fields import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TOOLS,
+    MESSAGES,
+    PARAMETERS,
+    QUESTION,
+    REASONING,
+    TOOL_CHOICE,
+    Arguments,
+    CalledName,
+    CallId,
+    Effort,
+    FunctionName,
+    JsonValue,
+    OpenAIBody,
+    ReasoningBudget,
+    TemplateOptions,
+    ToolDescription,
+    ToolMode,
+    TopLogprobs,
+    check_kind,
+    take_tools,
+)
+from cllm.text.chat_format import Tool
+
+CallKind = Annotated[Literal["function"], Meta(description="Always `function`")]
+
+
+class ContentPart(msgspec.Struct, Body, kw_only=True):
+    """A part of a message. In the history, what is no text is replaced by a note."""
+
+    type: Annotated[
+        str,
+        Meta(
+            max_length=64,
+            description="`text`, `input_text`, `output_text`; of the assistant also `refusal`, `thinking` "
+            "and the like; others are refused in the last question",
+            examples=["text"],
+        ),
+    ]
+    text: Annotated[str | None, Meta(description="The text of this part", examples=[QUESTION])] = None
+    refusal: Annotated[str | None, Meta(description="The text of a refusal", examples=["Rather not."])] = None
+    thinking: Annotated[JsonValue, Meta(description="Reasoning", examples=[REASONING])] = None
+
+    def check(self) -> None:
+        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+            raise ValueError("'text' is missing")
+
+
+class CalledFunction(msgspec.Struct, Body, kw_only=True):
+    name: CalledName
+    arguments: Arguments = "{}"
+
+    def check(self) -> None:
+        self.arguments = write_arguments(self.arguments)
+
+
+class ToolCallBody(msgspec.Struct, Body, kw_only=True):
+    """A tool call of an earlier assistant message."""
+
+    id: CallId = None
+    type: Annotated[Name | None, Meta(description="Always `function`")] = "function"
+    function: Annotated[
+        CalledFunction, Meta(description="The tool and its arguments", examples=[{"name": "now"}])
+    ]
+
+
+ReasoningText = Annotated[
+    JsonValue,
+    Meta(description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]),
+]
+
+
+class MessageBody(msgspec.Struct, Body, kw_only=True):
+    """One message."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Meta(description="The author"),
+    ]
+    content: Annotated[
+        str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None,
+        Meta(
+            description="Text, or parts of text; the text of control tokens stays plain text",
+            examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
+        ),
+    ] = None
+    name: Annotated[
+        Name | None, Meta(description="Of the author, for templates that use it", examples=["Ann"])
+    ] = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="Tool calls of an assistant message",
+            examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
+        ),
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Meta(description="The call that this answers", examples=["call_1"])
+    ] = None
+    function_call: Annotated[
+        CalledFunction | None,
+        Meta(description="A call in OpenAI's older form", examples=[{"name": "now", "arguments": "{}"}]),
+    ] = None
+    refusal: Annotated[
+        str | None, Meta(description="In the place of the content", examples=["Rather not."])
+    ] = None
+    reasoning_content: ReasoningText = None
+    reasoning: ReasoningText = None
+    thinking: ReasoningText = None
+
+    def check(self) -> None:
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            if not isinstance(getattr(self, name), str):
+                setattr(self, name, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields that it has."""
+        return drop_nulls(msgspec.to_builtins(self))
+
+
+def drop_nulls(value: Any) -> Any:
+    """A JSON value without the fields that are null, down to those of the objects in lists."""
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+class FunctionBody(msgspec.Struct, Body, kw_only=True):
+    """A function the model may call."""
+
+    name: FunctionName
+    description: ToolDescription = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        Meta(description="JSON schema of its arguments; left out: it takes none", examples=[PARAMETERS]),
+    ] = None
+    strict: Annotated[
+        bool | None, Meta(description="Ignored: forced calls always match", examples=[True])
+    ] = None
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {})
+
+
+class ToolBody(msgspec.Struct, Body, kw_only=True):
+    type: CallKind
+    function: Annotated[FunctionBody, Meta(description="The function", examples=[{"name": "now"}])]
+
+
+class ChosenFunction(msgspec.Struct, Body, kw_only=True):
+    name: FunctionName
+
+
+class ChosenTool(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="function"):
+    """The tool that must be called."""
+
+    function: Annotated[ChosenFunction, Meta(description="Its name", examples=[{"name": "get_weather"}])]
+
+
+class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
+    mode: Annotated[Literal["auto", "required"], Meta(description="Whether one must be called")]
+    tools: Annotated[
+        list[ChosenTool],
+        Meta(
+            min_length=1,
+            max_length=MAX_TOOLS,
+            description="Some of the tools",
+            examples=[[{"type": "function", "function": {"name": "now"}}]],
+        ),
+    ]
+
+
+class AllowedChatTools(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called."""
+
+    allowed_tools: Annotated[
+        AllowedFunctions,
+        Meta(
+            description="Which tools, and whether one must be called",
+            examples=[{"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}],
+        ),
+    ]
+
+
+class ThinkingMode(msgspec.Struct, Body, kw_only=True):
+    """Reasoning, as the APIs of some models switch it."""
+
+    type: Annotated[
+        str,
+        Meta(
+            max_length=32,
+            description="`enabled` or `disabled`; others leave it to the template",
+            examples=["disabled"],
+        ),
+    ]
+    budget_tokens: ReasoningBudget = None
+
+
+class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
+    """Reasoning, as OpenRouter's clients ask for it."""
+
+    effort: Effort = None
+    enabled: Annotated[bool | None, Meta(description="Reasoning, on or off", examples=[False])] = None
+    max_tokens: ReasoningBudget = None
+
+
+class PredictedPart(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["text"], Meta(description="Always `text`")] = "text"
+    text: Annotated[str, Meta(description="The text", examples=["def add(a, b):"])]
+
+
+class Prediction(msgspec.Struct, Body, kw_only=True):
+    """What most of the answer is expected to be, such as a file that is edited."""
+
+    type: Annotated[Literal["content"], Meta(description="Always `content`")] = "content"
+    content: Annotated[
+        str | Annotated[list[PredictedPart], Meta(max_length=MAX_PROMPTS)],
+        Meta(description="Text, or parts of text", examples=["def add(a, b):"]),
+    ]
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
+    EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
+
+    messages: Annotated[
+        list[MessageBody],
+        Meta(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description="The conversation; an assistant message at its end is continued",
+            examples=[MESSAGES],
+        ),
+    ]
+    tools: Annotated[
+        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="Functions the model may call",
+            examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
+        ),
+    ] = None
+    tool_choice: Annotated[ToolMode | ChosenTool | AllowedChatTools, Meta(description=TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Annotated[bool, Meta(description="Allow several calls in one answer")] = True
+    functions: Annotated[
+        Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="`tools` in OpenAI's older form; the answer then has a `function_call`",
+            examples=[[{"name": "now", "description": "The time"}]],
+        ),
+    ] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | ChosenFunction | None,
+        Meta(description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]),
+    ] = None
+    chat_template_kwargs: TemplateOptions = None
+    reasoning_format: Annotated[
+        Literal["auto", "deepseek", "deepseek-legacy", "none"],
+        Meta(description="`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+    ] = "auto"
+    continue_final_message: Annotated[
+        bool | Literal["content", "reasoning_content"] | None,
+        Meta(
+            description="`false`: an assistant message at the end is history, not continued", examples=[True]
+        ),
+    ] = None
+    # How much the model reasons, in the words of several APIs; the first that is given decides.
+    reasoning_effort: Effort = None
+    enable_thinking: Annotated[bool | None, Meta(description="Reasoning, on or off", examples=[False])] = None
+    thinking: Annotated[
+        bool | ThinkingMode | None, Meta(description="Reasoning, on or off", examples=[{"type": "disabled"}])
+    ] = None
+    reasoning: Annotated[
+        ReasoningOptions | None, Meta(description="How much to reason", examples=[{"effort": "low"}])
+    ] = None
+    thinking_budget: ReasoningBudget = None
+    reasoning_budget: ReasoningBudget = None
+    prediction: Annotated[
+        Prediction | None,
+        Meta(
+            description="What most of the answer will repeat: then it is generated faster",
+            examples=[{"type": "content", "content": "def add(a, b):"}],
+        ),
+    ] = None
+    max_tokens: Annotated[
+        TokenLimit | None,
+        Meta(
+            description="Maximum tokens to generate (also `max_completion_tokens`, `n_predict`); "
+            "null or -1: as many as fit",
+            examples=[64],
+        ),
+    ] = None
+    logprobs: Annotated[bool, Meta(description="Return log-probabilities of the sampled tokens")] = False
+    top_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="And of this many most likely tokens; needs `logprobs`", examples=[2]),
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_kind(value.get("tool_choice"), "function", "allowed_tools")
+        return take_tools(super().prepare(value), "function", default="function")
+
+    def check(self) -> None:
+        super().check()
+        self.max_tokens = check_limit("max_tokens", self.max_tokens)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be streamed: leave out one of the two")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's")
+        self._choice.check([function.name for function in self._functions])
+
+    @property
+    def top(self) -> int | None:
+        """How many most likely tokens are returned; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def older_form(self) -> bool:
+        """Whether the tools are `functions`, and the answer's calls a `function_call`."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def _functions(self) -> list[FunctionBody]:
+        return [tool.function for tool in self.tools or ()] or self.functions or []
+
+    @property
+    def _choice(self) -> ToolChoice:
+        if self.older_form:
+            wanted = self.function_call or "auto"
+            if isinstance(wanted, ChosenFunction):
+                return ToolChoice(mode="required", names=(wanted.name,), parallel=False)
+            return ToolChoice(mode=wanted, parallel=False)
+        parallel = self.parallel_tool_calls
+        match self.tool_choice:
+            case ChosenTool(function=function):
+                return ToolChoice(mode="required", names=(function.name,), parallel=False)
+            case AllowedChatTools(allowed_tools=allowed):
+                names = tuple(tool.function.name for tool in allowed.tools)
+                return ToolChoice(mode=allowed.mode, names=names, parallel=parallel)
+            case mode:
+                return ToolChoice.of(mode, parallel=parallel)
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+
+    @property
+    def budget(self) -> int | None:
+        """How many tokens of reasoning there may be; None: no limit."""
+        mode = self.thinking if isinstance(self.thinking, ThinkingMode) else None
+        given = (
+            self.thinking_budget,
+            self.reasoning_budget,
+            mode.budget_tokens if mode is not None else None,
+            self.reasoning.max_tokens if self.reasoning is not None else None,
+        )
+        found = next((budget for budget in given if budget is not None), None)
+        return None if found == -1 else found
+
+    @property
+    def thinks(self) -> bool | None:
+        """Enable reasoning. None leaves it to the chat template."""
+        mode = self.thinking.type if isinstance(self.thinking, ThinkingMode) else self.thinking
+        given = (
+            self.enable_thinking,
+            {"enabled": True, "disabled": False}.get(mode) if isinstance(mode, str) else mode,
+            self.reasoning.enabled if self.reasoning is not None else None,
+            False if self.budget == 0 else None,
+            None if self.effort is None else self.effort != "none",
+        )
+        return next((wanted for wanted in given if wanted is not None), None)
+
+    def conversation(self) -> Conversation:
+        """The conversation in the terms of `cllm.chat`."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.thinks is not None:
+            options.setdefault("enable_thinking", self.thinks)
+        content = self.prediction.content if self.prediction is not None else ""
+        return Conversation(
+            messages=normalize_messages(each.as_dict() for each in self.messages),
+            reasoning=self.reasoning_format != "none",
+            continued=self.continue_final_message is not False,
+            options=make_template_options(options, self.effort),
+            think=self.thinks is not False,
+            reasoning_budget=self.budget,
+            prediction=content if isinstance(content, str) else "".join(part.text for part in content),
+            **self._choice.apply([function.tool() for function in self._functions]),
+        )

@@ -1,0 +1,210 @@
+"""Fields that the bodies of several chat APIs share: their types, descriptions and examples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText
+from cllm.server.generation import GenerationBody, RepeatNames
+
+log = logging.getLogger(__name__)
+MAX_CHOICES = 64
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 4096
+QUESTION = "What is AI?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+REASONING = "The user wants to know what AI is."
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
+
+FunctionName = Annotated[
+    str,
+    Meta(
+        pattern=FUNCTION_NAME,
+        description="Letters, digits, `_`, `-` and `.`, at most 256",
+        examples=["get_weather"],
+    ),
+]
+# In the history: as a client has it, whatever it is.
+CalledName = Annotated[str, Meta(description="The tool that was called", examples=["get_weather"])]
+CallId = Annotated[str | None, Meta(description="The id from the response", examples=["call_1"])]
+Arguments = Annotated[
+    Any,
+    Meta(
+        description="Its arguments, as JSON text or as an object",
+        examples=["{}"],
+        extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
+    ),
+]
+"""Read by `write_arguments`."""
+JsonValue = Annotated[
+    Any,
+    Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]}),
+]
+ToolMode = Literal["none", "auto", "required", "any"]
+TemplateOptions = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=32)] | None,
+    Meta(description="Variables for the chat template", examples=[{"enable_thinking": False}]),
+]
+ToolDescription = Annotated[
+    str | None,
+    Meta(
+        description="What the tool does and when to call it, for the model",
+        examples=["The weather in a city, now"],
+    ),
+]
+ReasoningBudget = Annotated[
+    Annotated[int, Meta(ge=-1)] | None,
+    Meta(description="Tokens of reasoning; 0: none, -1: no limit", examples=[1024]),
+]
+Effort = Annotated[
+    Annotated[str, Meta(max_length=32)] | None,
+    Meta(description="A variable for the chat template; `none` switches reasoning off", examples=["low"]),
+]
+Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+def take_tools(value: Mapping[str, Any], *known: str, default: str) -> dict[str, Any]:
+    """The body without tools of a type that cannot be called here; a missing type is the `default`."""
+    tools = value.get("tools")
+    if not isinstance(tools, list):
+        return dict(value)
+    taken = []
+    for tool in tools:
+        kind = (tool.get("type") if isinstance(tool, dict) else None) or default
+        if kind in known:
+            taken.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
+        else:
+            log.debug("skipped a tool of type %.64r: it cannot be called here", kind)
+    return {**value, "tools": taken}
+
+
+def check_kind(value: Any, *known: str, why: str = "") -> None:
+    """Refuse a `tool_choice` whose `type` is not `known`. Raises ValueError."""
+    if not isinstance(value, dict):
+        return
+    if (kind := value.get("type")) is None:
+        raise ValueError(f"tool_choice: 'type' is missing; it must be {', '.join(known)}")
+    if kind not in known:
+        reason = why or f"it must be {', '.join(known)}"
+        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {reason}")
+
+
+def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else stop or ()
+
+
+class OpenAIFields(GenerationBody, kw_only=True):
+    """Fields that all of OpenAI's routes that generate share."""
+
+    ALIASES = {"repetition_penalty": RepeatNames}
+
+    model: ModelName = None
+    user: Annotated[Name | None, Meta(description="Ignored", examples=["ann"])] = None
+    stop: Annotated[
+        Stops | None,
+        Meta(description="Texts that end the answer and are not part of it", examples=[["\n\n"]]),
+    ] = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return list_stops(self.stop)
+
+
+class SchemaFormat(msgspec.Struct, Body, kw_only=True):
+    """A JSON schema with a name."""
+
+    name: Annotated[Name, Meta(description="Ignored")] = "answer"
+    schema: Annotated[
+        dict[str, Any],
+        Meta(description="The JSON schema that the answer validates against", examples=[SCHEMA]),
+    ]
+    strict: Annotated[
+        bool | None, Meta(description="Ignored: the answer always validates", examples=[True])
+    ] = None
+
+
+class ResponseFormat(msgspec.Struct, Body, kw_only=True):
+    """The form of the answer."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Meta(description="`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
+    ]
+    json_schema: Annotated[
+        SchemaFormat | None,
+        Meta(
+            description="The schema; required by the type `json_schema`",
+            examples=[{"name": "answer", "schema": {"type": "object"}}],
+        ),
+    ] = None
+    schema: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The schema of a `json_object`", examples=[{"type": "object"}]),
+    ] = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
+
+
+class StreamOptions(msgspec.Struct, Body, kw_only=True):
+    """What a stream sends beside the answer."""
+
+    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage")] = False
+
+
+class OpenAIBody(OpenAIFields, kw_only=True):
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    form = "response_format"
+
+    n: Annotated[
+        int,
+        Meta(ge=1, le=MAX_CHOICES, description="How many answers to generate; the prompt is computed once"),
+    ] = 1
+    response_format: Annotated[
+        ResponseFormat | None,
+        Meta(description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]),
+    ] = None
+    stream: Annotated[bool, Meta(description="Send server-sent events, with `data: [DONE]` at the end")] = (
+        False
+    )
+    stream_options: Annotated[
+        StreamOptions | None,
+        Meta(description="What a stream sends beside the answer", examples=[{"include_usage": True}]),
+    ] = None
+    timings_per_token: Annotated[bool, Meta(description="Give llama-server's `timings` in every event")] = (
+        False
+    )
+    return_progress: Annotated[bool, Meta(description="Send events while the prompt is computed")] = False
+    verbose: Annotated[
+        bool, Meta(description="Give `__verbose`, what llama-server's `/completion` would say")
+    ] = False
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="Score the prompt's tokens, and this many likely ones", examples=[1]),
+    ] = None
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
+
+    @property
+    def scored(self) -> int:
+        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage

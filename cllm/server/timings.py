@@ -1,0 +1,92 @@
+"""The times of a request under llama-server's names, which several dialects give."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from cllm import __version__
+from cllm.frontend.output_stream import OutputStream
+from cllm.types import Usage
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of a request under llama-server's names. The first token comes with the prompt."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int | msgspec.UnsetType = msgspec.UNSET
+    draft_n_accepted: int | msgspec.UnsetType = msgspec.UNSET
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
+
+
+def make_timings(
+    *,
+    prompt_tokens: int,
+    generated: int,
+    prompt_s: float,
+    generated_s: float,
+    cached: int = 0,
+    cached_from: str = "",
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Timings:
+    computed, steps = prompt_tokens - cached, max(0, generated - 1)
+    return Timings(
+        cache_n=cached,
+        prompt_n=computed,
+        prompt_ms=1000 * prompt_s,
+        prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
+        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
+        predicted_n=generated,
+        predicted_ms=1000 * generated_s,
+        predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
+        predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
+        draft_n=drafted or msgspec.UNSET,
+        draft_n_accepted=accepted if drafted else msgspec.UNSET,
+        cached_from=cached_from,
+    )
+
+
+def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
+    """The times of a stream so far; of one that has ended, with its `usage`."""
+    now = stream.ended or time.perf_counter()
+    first = stream.first_token or now
+    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
+    return make_timings(
+        prompt_tokens=prompt_tokens,
+        generated=usage.completion_tokens,
+        prompt_s=first - stream.started,
+        generated_s=now - first,
+        cached=usage.cached_tokens,
+        cached_from=usage.cached_from,
+        drafted=usage.drafted_tokens,
+        accepted=usage.accepted_tokens,
+    )
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response of OpenAI's routes has beside its own fields, as llama-server's has."""
+
+    system_fingerprint: str = f"cllm-{__version__}"
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
+    verbose: dict[str, Any] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="__verbose")
