@@ -22,6 +22,7 @@ os.environ["COLUMNS"] = "100"  # of argparse's help
 
 import msgspec  # noqa: E402
 import typer  # noqa: E402
+from cllm.server.errors import STATUS  # noqa: E402
 
 from cllm import errors  # noqa: E402
 from cllm.cli.main import COMMANDS, app  # noqa: E402
@@ -29,7 +30,6 @@ from cllm.config import GROUPS, EngineConfig, ServerConfig  # noqa: E402
 from cllm.frontend.engine_client import EngineClient  # noqa: E402
 from cllm.frontend.metrics import EngineMetrics  # noqa: E402
 from cllm.server.app import create_app  # noqa: E402
-from cllm.server.errors import STATUS  # noqa: E402
 from cllm.workers.executor import ProcessExecutor  # noqa: E402
 from cllm.workers.messages import ClusterReport  # noqa: E402
 

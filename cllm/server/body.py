@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
@@ -42,7 +42,7 @@ ModelName = Annotated[
 ]
 TokenId = Annotated[int, Meta(ge=0)]
 TokenLimit = Annotated[int, Meta(ge=-1)]
-"""A number of tokens to generate; -1: as many as fit. See `check_limit`."""
+"""A number of tokens to generate; -1: as many as fit."""
 
 
 class Body:
@@ -89,7 +89,7 @@ def normalize(kind: type[Body], value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     value = kind.prepare(value)
-    reader = _get_reader(kind)
+    reader = _get_reader(kind)  # type: ignore[arg-type]
     for name, spellings in reader.aliases:
         if (found := next((each for each in spellings if value.get(each) is not None), name)) != name:
             value = {**value, name: value[found]}
@@ -212,13 +212,6 @@ def _describe_pattern(found: re.Match[str]) -> str:
     return _PATTERNS.get(pattern, found[0])
 
 
-def check_limit(field: str, value: int | None) -> int | None:
-    """A `TokenLimit` of at least 1; None for -1. Raises ValueError."""
-    if value is not None and value < 1 and value != -1:
-        raise ValueError(f"{field}: must be at least 1, or -1 for as many as fit")
-    return None if value == -1 else value
-
-
 async def read_body(http: Request, kind: type[Kind]) -> Kind:
     """The body of a request, with the server's defaults for fields that it lacks. Raises InvalidRequest.
 
@@ -243,4 +236,4 @@ def _parse(http: Request, data: bytes, kind: type[Kind]) -> Kind:
         reason = str(error).removeprefix("JSON is malformed: ")
         raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
     add_defaults = http.app.state.add_defaults
-    return cast(Kind, kind.parse(add_defaults(value) if add_defaults else value))
+    return kind.parse(add_defaults(value) if add_defaults else value)

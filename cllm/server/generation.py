@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from cllm.errors import InvalidRequest
 from cllm.server.body import Body, SourceText, StopText, TokenId
@@ -43,7 +44,7 @@ class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
     )
 
 
-class GenerationBody(SamplingParams, Body, frozen=False, kw_only=True):
+class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     """The fields of `SamplingParams`, those that differ over HTTP, and what else all such routes take.
 
     Structured output is at most one of its fields, or the API's own field named by `form`.
@@ -80,10 +81,10 @@ class GenerationBody(SamplingParams, Body, frozen=False, kw_only=True):
         tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...],
         Meta(max_length=8, description="DRY: texts that end a repeated sequence"),
     ] = ("\n", ":", '"', "*")
-    logit_bias: Annotated[  # type: ignore[assignment]
+    logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]],
         Meta(description="Token id (as text) → added to its logit", examples=[{"42": -100}]),
-    ] = {}
+    ] = {}  # type: ignore[assignment]
     seed: Annotated[
         Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None,
         Meta(description="The same seed gives the same text; none, -1 or 2^32 - 1: random", examples=[7]),
@@ -146,7 +147,15 @@ class GenerationBody(SamplingParams, Body, frozen=False, kw_only=True):
         return value if given is None else {**value, "logit_bias": _read_biases(given)}
 
     def check(self) -> None:
-        self.priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority))
+        force_setattr(self, "priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority)))
+
+    def set_limit(self, field: str) -> None:
+        """Read a `TokenLimit` of at least 1: None for -1. Raises ValueError."""
+        value = getattr(self, field)
+        if value is not None and value < 1 and value != -1:
+            raise ValueError(f"{field}: must be at least 1, or -1 for as many as fit")
+        if value == -1:
+            force_setattr(self, field, None)
 
     @property
     def biases(self) -> dict[str, float]:

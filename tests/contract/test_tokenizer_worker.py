@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cllm.server.errors import error_status
 
 from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy
-from cllm.server.errors import error_status
 from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec
 from cllm.workers import tokenizer_queue

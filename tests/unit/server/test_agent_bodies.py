@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
-
-from cllm.chat.conversation import Conversation
-from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.server.errors import describe_validation
 from cllm.server.protocol.chat import ChatBody
 from cllm.server.protocol.messages import MessagesBody
 from cllm.server.protocol.responses import ResponsesBody
+from pydantic import ValidationError
+
+from cllm.chat.conversation import Conversation
+from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
-
-from cllm.errors import InvalidRequest
 from cllm.server.errors import describe_validation, error_body
 from cllm.server.protocol import items as responses_items
 from cllm.server.protocol import messages as blocks
@@ -18,6 +15,9 @@ from cllm.server.protocol.chat import ChatBody
 from cllm.server.protocol.completions import CompletionBody
 from cllm.server.protocol.messages import CountBody, MessagesBody
 from cllm.server.protocol.responses import ResponsesBody
+from pydantic import ValidationError
+
+from cllm.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}

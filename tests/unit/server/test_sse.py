@@ -15,6 +15,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from cllm.server.routes.generate import events
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig, ServerConfig
@@ -23,7 +24,6 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server import sse
 from cllm.server.app import create_app
-from cllm.server.routes.generate import events
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
 from cllm.types import Failure, FinishReason, RequestOutput

@@ -18,7 +18,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.errors import InvalidRequest
-from cllm.server.body import Body, ModelName, StopText, TokenLimit, check_limit
+from cllm.server.body import Body, ModelName, StopText, TokenLimit
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -246,7 +246,7 @@ class OutputConfig(msgspec.Struct, Body, kw_only=True):
     ] = None
 
 
-class CountBody(GenerationBody, kw_only=True):
+class CountBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
@@ -334,7 +334,7 @@ class CountBody(GenerationBody, kw_only=True):
         return options
 
 
-class MessagesBody(CountBody, kw_only=True):
+class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
     EXAMPLE = {"max_tokens": 64, "messages": MESSAGES}
@@ -354,4 +354,4 @@ class MessagesBody(CountBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        self.max_tokens = check_limit("max_tokens", self.max_tokens)
+        self.set_limit("max_tokens")

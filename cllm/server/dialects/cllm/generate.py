@@ -15,7 +15,7 @@ from starlette.responses import Response
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.body import Body, ModelName, TokenId, TokenLimit, check_limit
+from cllm.server.body import Body, ModelName, TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, StructResponse, encode
 from cllm.server.dialects.cllm.dialect import cllm
 from cllm.server.dialects.openai.fields import Stops, list_stops
@@ -27,7 +27,7 @@ from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Request, Us
 from cllm.workers.messages import Detokenize, Text
 
 
-class GenerateBody(GenerationBody, kw_only=True):
+class GenerateBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /generate` and `/generate_stream`."""
 
     EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
@@ -50,7 +50,7 @@ class GenerateBody(GenerationBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        self.max_tokens = check_limit("max_tokens", self.max_tokens)
+        self.set_limit("max_tokens")
 
 
 class EncodeBody(msgspec.Struct, Body, kw_only=True):

@@ -38,7 +38,7 @@ def split_prompts(given: Any) -> list[list[str | int]]:
     return [[given.prompt_string if isinstance(given, PromptObject) else given]]
 
 
-class LlamaCompletionBody(GenerationBody, kw_only=True):
+class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /completion`. -1 tokens is no limit, and the prompt may contain control tokens.
 
     Numbers out of bounds are the nearest within, as llama-server takes them.
@@ -145,7 +145,7 @@ class SnippetBody(msgspec.Struct, Body, kw_only=True):
     ] = "tmp"
 
 
-class InfillBody(LlamaCompletionBody, kw_only=True):
+class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
     """`POST /infill`: the fields of `/completion`, and the text around the gap."""
 
     EXAMPLE = {
@@ -213,7 +213,7 @@ class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
     tokens: Annotated[tuple[TokenId, ...], Meta(description="Token ids", examples=[[33, 27, 33, 45]])] = ()
 
 
-class ApplyTemplateBody(ChatBody, kw_only=True):
+class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
     """`POST /apply-template`."""
 
     add_generation_prompt: Annotated[bool, Meta(description="End where the answer begins")] = True

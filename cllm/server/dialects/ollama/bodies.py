@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from cllm.chat.conversation import (
     Conversation,
@@ -99,7 +100,7 @@ class OllamaBody(msgspec.Struct, Body, kw_only=True):
         return {**value, "keep_alive": parse_seconds(value.get("keep_alive"))}
 
 
-class OllamaOptions(GenerationBody, kw_only=True):
+class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
     """The sampling fields in Ollama's names. What concerns loading (`num_ctx`, `num_gpu` …) is ignored."""
 
     form = "format"
@@ -160,7 +161,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         return {**value, "options": given | options}
 
     def check(self) -> None:
-        self.options.format = self.format
+        force_setattr(self.options, "format", self.format)
 
     @property
     def top(self) -> int | None:

@@ -15,7 +15,7 @@ from cllm.chat.conversation import (
     normalize_messages,
     write_arguments,
 )
-from cllm.server.body import Body, Name, TokenLimit, check_limit
+from cllm.server.body import Body, Name, TokenLimit
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -135,7 +135,8 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The fields that it has."""
-        return drop_nulls(msgspec.to_builtins(self))
+        fields: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
+        return fields
 
 
 def drop_nulls(value: Any) -> Any:
@@ -241,7 +242,7 @@ class Prediction(msgspec.Struct, Body, kw_only=True):
     ]
 
 
-class ChatBody(OpenAIBody, kw_only=True):
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
@@ -326,7 +327,7 @@ class ChatBody(OpenAIBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        self.max_tokens = check_limit("max_tokens", self.max_tokens)
+        self.set_limit("max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if self.prompt_logprobs is not None and self.stream:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import force_setattr
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -33,7 +34,7 @@ _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
-class CompletionBody(OpenAIBody, kw_only=True):
+class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     NULLS = frozenset({"max_tokens"})
@@ -73,7 +74,7 @@ class CompletionBody(OpenAIBody, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.max_tokens == -1:
-            self.max_tokens = None
+            force_setattr(self, "max_tokens", None)
         if isinstance(self.prompt, list) and len({type(each) for each in self.prompt}) > 1:
             raise ValueError(
                 "prompt: it must be a text, texts, token ids, or lists of token ids, not a mixture"

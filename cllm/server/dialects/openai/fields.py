@@ -102,7 +102,7 @@ def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else stop or ()
 
 
-class OpenAIFields(GenerationBody, kw_only=True):
+class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     """Fields that all of OpenAI's routes that generate share."""
 
     ALIASES = {"repetition_penalty": RepeatNames}
@@ -162,7 +162,7 @@ class StreamOptions(msgspec.Struct, Body, kw_only=True):
     include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage")] = False
 
 
-class OpenAIBody(OpenAIFields, kw_only=True):
+class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
     """Fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     form = "response_format"

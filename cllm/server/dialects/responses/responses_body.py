@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from cllm.chat.conversation import (
     MESSAGE_JOINT,
@@ -21,7 +22,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.errors import InvalidRequest
-from cllm.server.body import Body, Name, TokenLimit, check_limit
+from cllm.server.body import Body, Name, TokenLimit
 from cllm.server.dialects.openai.chat_body import ContentPart, FunctionBody
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
@@ -276,7 +277,7 @@ Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
-class ResponsesBody(OpenAIFields, kw_only=True):
+class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     form = "text.format"
@@ -356,13 +357,13 @@ class ResponsesBody(OpenAIFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        self.max_output_tokens = check_limit("max_output_tokens", self.max_output_tokens)
+        self.set_limit("max_output_tokens")
         for name in ("conversation", "prompt", "background"):
             if getattr(self, name):
                 reason = "send input items, or previous_response_id to continue a response"
                 raise ValueError(f"{name}: not supported: {reason}")
         if self.tool_choice == "any":
-            self.tool_choice = "required"
+            force_setattr(self, "tool_choice", "required")
         self._choice.check([tool.name for tool in self.tools])
 
     @property
