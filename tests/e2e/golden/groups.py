@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from cllm.testing import say
 from tests.e2e.golden.cases import (
     ADD,
     ADMIN,
@@ -23,11 +24,10 @@ from tests.e2e.golden.cases import (
     each,
     get,
     refused,
-    say,
     user,
 )
 
-YES = say("Yes.")
+YES = say("A")
 LONE = "\ud800"
 TALK: dict[str, Any] = {"messages": user(YES), "seed": 1}
 PROMPT: dict[str, Any] = {"prompt": YES, "seed": 1}
@@ -46,7 +46,12 @@ WRONG_MESSAGES: tuple[Any, ...] = (
     *map(user, (5, LONE, [5], [{"type": "text"}], [{"type": "image_url", "image_url": {"url": "x"}}])),
     *map(user, (LONG, None)),
 )
-CHOICES = ({"type": "function", "function": {"name": "sub"}}, "sometimes", {"type": "robot"}, {})
+CHOICES: tuple[Any, ...] = (
+    {"type": "function", "function": {"name": "sub"}},
+    "sometimes",
+    {"type": "robot"},
+    {},
+)
 TALKS = (
     *each(messages=WRONG_MESSAGES, functions=([{}],), tool_choice=("required",), chat_template_kwargs=(5,)),
     *each(tools=(5, [{"type": "function"}], [{"type": "web_search"}], [ADD, ADD])),
@@ -54,7 +59,7 @@ TALKS = (
     *({"tools": [ADD], "tool_choice": choice} for choice in CHOICES),
     *each(continue_final_message=(True,), reasoning_format=("x",), reasoning_effort=(5,), thinking=("x",)),
 )
-FORMATS = (
+FORMATS: tuple[Any, ...] = (
     5,
     {},
     {"type": "xml"},
@@ -166,6 +171,7 @@ RESPONSES: Cases = {
     "POST": Case("/v1/responses/LAST", {}),
     "continued": Case("/v1/responses", STORED),
     "continued as a stream": Case("/v1/responses", {**STORED, "stream": True}),
+    "DELETE its input items": Case("/v1/responses/LAST/input_items", method="DELETE"),
     "DELETE": Case("/v1/responses/LAST", method="DELETE"),
     "DELETE again": Case("/v1/responses/LAST", method="DELETE"),
     "GET after that": get("/v1/responses/LAST"),
@@ -224,7 +230,22 @@ MESSAGES: Cases = {
     "/v1/messages/nowhere": Case("/v1/messages/nowhere", {}),
     "/v1/messages/batches": Case("/v1/messages/batches", {"requests": []}),
 }
-INPUTS = (..., "", [], [""], 5, [5.5], ["a", 5.5], [-1], [9999], {}, [{}], None, LONE, "x" * 300)
+INPUTS: tuple[Any, ...] = (
+    ...,
+    "",
+    [],
+    [""],
+    5,
+    [5.5],
+    ["a", 5.5],
+    [-1],
+    [9999],
+    {},
+    [{}],
+    None,
+    LONE,
+    "x" * 300,
+)
 INPUTS = (*INPUTS, ["a", "b"], [97, 98], [[97], [98]], [97, "b"], [{"content": "a"}], {"prompt_string": "a"})
 RANK, SCORE = {"query": "a", "documents": ["b"]}, {"text_1": "a", "text_2": "b"}
 WRONG_RANK = (
@@ -465,6 +486,65 @@ CLOSED: Cases = {
     "a stream with a full queue": Case("/generate_stream", ENDLESS),
     "/slots with none free": get("/slots?fail_on_no_slot=1"),
 }
+# Which values each field of a body takes: fields that routes share are asked for once.
+VALUES: tuple[Any, ...] = (None, True, "x", 1.5, 2.0, -7, 10**7, [], {}, ["x"], [1], {"a": 1})
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "/generate": (
+        PROMPT,
+        "timeout priority cache_prompt speculate temperature dynatemp_range dynatemp_exponent top_k top_p "
+        "min_p typical_p top_n_sigma repetition_penalty frequency_penalty presence_penalty penalty_last_n "
+        "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta logit_bias ignore_eos seed "
+        "min_tokens stop_token_ids samplers grammar regex choice json_schema structured_outputs guided_json "
+        "guided_regex guided_choice guided_grammar prompt max_tokens stop stream",
+    ),
+    "/encode": ({}, "text"),
+    "/decode": ({}, "tokens"),
+    "/v1/completions": (
+        PROMPT,
+        "prompt max_tokens user n response_format stream_options timings_per_token return_progress verbose "
+        "prompt_logprobs suffix best_of logprobs echo stop repeat_penalty",
+    ),
+    "/v1/chat/completions": (
+        TALK,
+        "max_tokens max_completion_tokens n_predict user n prediction reasoning_effort enable_thinking "
+        "thinking reasoning thinking_budget reasoning_budget messages tools tool_choice parallel_tool_calls "
+        "functions function_call chat_template_kwargs reasoning_format continue_final_message logprobs "
+        "top_logprobs",
+    ),
+    "/v1/responses": (
+        {"input": YES},
+        "user input instructions tools tool_choice parallel_tool_calls text reasoning max_output_tokens "
+        "top_logprobs include store metadata truncation chat_template_kwargs previous_response_id "
+        "conversation prompt background stream stop",
+    ),
+    "/v1/messages": (
+        {**TALK, "max_tokens": 8},
+        "messages system tools tool_choice thinking output_config output_format chat_template_kwargs "
+        "temperature stop_sequences metadata max_tokens stream",
+    ),
+    "/v1/embeddings": ({"input": "a"}, "user input encoding_format dimensions"),
+    "/embedding": ({"content": "a"}, "content embd_normalize"),
+    "/v1/rerank": (RANK, "user query documents texts top_n return_documents return_text"),
+    "/v1/score": (SCORE, "user text_1 text_2"),
+    "/completion": (
+        PROMPT,
+        "prompt repeat_penalty repeat_last_n n_predict max_tokens n_cmpl n n_probs logprobs "
+        "post_sampling_probs return_tokens return_progress timings_per_token response_fields n_indent "
+        "t_max_predict_ms stop temperature top_k grammar json_schema logit_bias stream",
+    ),
+    "/infill": ({"input_prefix": "a", "input_suffix": "b"}, "input_prefix input_suffix input_extra prompt"),
+    "/tokenize": ({}, "content add_special parse_special with_pieces"),
+    "/detokenize": ({}, "tokens"),
+    "/apply-template": (TALK, "messages add_generation_prompt tools"),
+    "/api/chat": (TALK, "format options think keep_alive logprobs top_logprobs messages tools stream"),
+    "/api/generate": (
+        PROMPT,
+        "prompt suffix system raw images template context temperature num_predict stop",
+    ),
+    "/api/embed": ({"input": "a"}, "input truncate dimensions keep_alive"),
+    "/api/embeddings": ({}, "prompt keep_alive"),
+}
 GROUPS: dict[str, Cases] = {
     "operation": OPERATION,
     "cllm": CLLM,
@@ -475,5 +555,6 @@ GROUPS: dict[str, Cases] = {
     "embeddings": EMBEDDINGS,
     "llama": LLAMA,
     "ollama": OLLAMA,
+    "fields": {},  # FIELDS
     "closed": CLOSED,
 }

@@ -168,8 +168,10 @@ def sorted_choices(events: list[Event]) -> list[Event]:
     """The events of one choice together, in their order; those of no choice stay at the end of all."""
 
     def place(event: Event) -> tuple[bool, int]:
-        choices = event["data"].get("choices") if isinstance(event["data"], dict) else None
-        return (False, choices[0]["index"]) if choices else (True, 0)
+        data = event["data"] if isinstance(event["data"], dict) else {}
+        if "id_slot" in data:  # llama-server's
+            return False, data["index"]
+        return (False, data["choices"][0]["index"]) if data.get("choices") else (True, 0)
 
     if not any(place(event) == (False, 1) for event in events):
         return events

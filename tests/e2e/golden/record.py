@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import httpx
 
 from tests.driver.server import Server, make_client, wait_for
-from tests.e2e.golden.cases import ADMIN, KEYS, ORIGIN, Case
-from tests.e2e.golden.groups import GROUPS
+from tests.e2e.golden.cases import ADMIN, KEYS, NO_MODEL, ORIGIN, Case
+from tests.e2e.golden.groups import FIELDS, GROUPS, VALUES
 from tests.e2e.golden.normal import Event, normal, parse, plain
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -59,6 +60,8 @@ def ask(client: httpx.Client, case: Case, last: str = "") -> httpx.Response:
 
 def ask_all(server: Server, group: str) -> dict[str, str]:
     """The answers to the cases of a group, asked one after another, in their normal form as JSON."""
+    if group == "fields":
+        return ask_fields(server)
     answers: dict[str, str] = {}
     last = ""
     key = {"Authorization": f"Bearer {ADMIN}"} if group == "closed" else {}
@@ -74,6 +77,26 @@ def ask_all(server: Server, group: str) -> dict[str, str]:
                 response.close()
             last = found[1] if (found := re.search(r'"id":\s*"([^"]{12,})"', raw)) else last
     return answers
+
+
+def ask_fields(server: Server) -> dict[str, str]:
+    """The status of each value of each field, and whether the answer names the field: 404 is accepted.
+
+    The model is one that does not exist, which a server sees when all fields are right.
+    """
+
+    def ask_field(path: str, field: str) -> str:
+        found: dict[str, list[Any]] = {}
+        for value in VALUES:
+            response = client.post(path, json={**FIELDS[path][0], "model": NO_MODEL, field: value})
+            named = response.status_code != 404 and re.search(rf"\b{field}\b", response.text)
+            found.setdefault(f"{response.status_code}{', named' if named else ''}", []).append(value)
+        return json.dumps(found)
+
+    asked = [(path, field) for path, (_, fields) in FIELDS.items() for field in fields.split()]
+    with make_client(base_url=server.url) as client, ThreadPoolExecutor(4) as threads:
+        answers = threads.map(ask_field, *zip(*asked, strict=True))
+        return {f"{path} {field}": answer for (path, field), answer in zip(asked, answers, strict=True)}
 
 
 def read(case: Case, response: httpx.Response) -> tuple[Answer, str]:
