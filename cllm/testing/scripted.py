@@ -16,7 +16,7 @@ import numpy as np
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
 from cllm.config import ClusterConfig, EngineConfig, ServerConfig
 from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
-from cllm.types import SamplingParams
+from cllm.types import Pooling, SamplingParams
 
 # Roles and tools as text; an answer, earlier or to come, follows on TURN. Calls are written as Hermes does.
 CHAT_TEMPLATE = (
@@ -86,6 +86,7 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
         batch_tokens=config.batch_tokens,
         unified=config.unified_kv,
         step_s=float(config.model or 0) / 1000,
+        pooling=Pooling(config.pooling or "mean"),
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -133,7 +134,8 @@ def main(arguments: list[str]) -> int:
         "queue-size": 1024,
         "draft-tokens": 0,
     }
-    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "cluster": "", "engine-module": ""}
+    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
+    texts |= dict.fromkeys(("pooling", "state-dir", "cluster", "engine-module"), "")
     for name, default in (texts | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
@@ -143,6 +145,8 @@ def main(arguments: list[str]) -> int:
         ctx_size=options.pop("ctx_size"),
         batch_tokens=512,
         draft_tokens=options.pop("draft_tokens"),
+        pooling=options.pop("pooling"),
+        state_dir=options.pop("state_dir"),
     )
     cluster, module = options.pop("cluster"), options.pop("engine_module")
     if cluster:
