@@ -20,6 +20,7 @@ from cllm.errors import InvalidRequest
 
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
+JSON_TYPE = "application/json"
 NOT_AN_OBJECT = "the body is not a JSON object"
 NO_NUL = "^[^\0]*$"
 FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,256}$"
@@ -73,7 +74,12 @@ class Body:
         try:
             return msgspec.convert(normalize(cls, value), cls)
         except (msgspec.ValidationError, ValueError) as error:
-            raise describe(error) from None
+            refusal = describe(error)
+            for spelling in cls.ALIASES.get(refusal.field or "", ()):
+                if isinstance(value, dict) and value.get(spelling) is not None:
+                    named = refusal.message.replace(str(refusal.field), spelling, 1)
+                    raise InvalidRequest(named, spelling) from None
+            raise refusal from None
 
 
 class _Reader(NamedTuple):
@@ -191,7 +197,8 @@ def check_depth(value: Any) -> None:
 
 def describe(error: Exception) -> InvalidRequest:
     """The refusal of a body, in our words."""
-    reason, _, place = str(error).partition(" - at `$")
+    text = re.sub("at `key` in `", "at `", str(error))
+    reason, _, place = text.partition(" - at `$")
     place = place.removesuffix("`").removeprefix(".")
     reason = re.sub(r"^Expected `str` matching regex '(.*)'$", _describe_pattern, reason)
     if (missing := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
@@ -218,8 +225,11 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
     Large bodies are decoded one at a time, with a turn for other requests in between.
     """
     data = await http.body()
-    if not data or "content-type" not in http.headers:
+    if not data:
         raise InvalidRequest(NOT_AN_OBJECT)
+    # Any page can send a body without a type, and no browser asks before.
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
     if len(data) < LARGE_BODY:
         return _parse(http, data, kind)
     async with http.app.state.large_bodies:

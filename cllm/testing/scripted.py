@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
         "draft-tokens": 0,
     }
     texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
-    texts |= dict.fromkeys(("pooling", "state-dir", "cluster", "engine-module"), "")
+    texts |= dict.fromkeys(("pooling", "cache-dir", "cluster", "engine-module"), "")
     for name, default in (texts | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
@@ -146,7 +146,8 @@ def main(arguments: list[str]) -> int:
         batch_tokens=512,
         draft_tokens=options.pop("draft_tokens"),
         pooling=options.pop("pooling"),
-        state_dir=options.pop("state_dir"),
+        cache_dir=(cache := options.pop("cache_dir")),
+        cache_disk_mb=64 if cache else 0,
     )
     cluster, module = options.pop("cluster"), options.pop("engine_module")
     if cluster:

@@ -41,7 +41,7 @@ def closed_server(folder: Path) -> Server:
     limits = ("--step-ms", "4", "--parallel", "1", "--queue-size", "1")
     access = ("--api-keys", str(keys), "--cors-origins", ORIGIN)
     return scripted_server(
-        folder / "log", *limits, *access, "--pooling", "rank", "--state-dir", str(folder / "states")
+        folder / "log", *limits, *access, "--pooling", "rank", "--cache-dir", str(folder / "cache")
     )
 
 

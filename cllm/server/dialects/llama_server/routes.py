@@ -20,7 +20,6 @@ from cllm.models.files import parse_file_type
 from cllm.names import is_name
 from cllm.server.dialect import StructResponse, encode
 from cllm.server.dialects.cllm import admin
-from cllm.server.dialects.cllm.dialect import operation
 from cllm.server.dialects.llama_server import answers, bodies
 from cllm.server.dialects.llama_server.completion import complete, spell
 from cllm.server.dialects.llama_server.dialect import llama_server
@@ -198,4 +197,4 @@ async def use_slot(id_slot: str, body: bodies.SlotBody, http: HttpRequest) -> Re
 # Routes of others, without their /v1; those of the Responses API are beside its own.
 llama_server.get("/models", shown=False)(models)
 llama_server.post("/chat/completions", shown=False)(chat)
-operation.get("/v1/health", shown=False)(admin.health)
+openai.get("/v1/health", shown=False)(admin.health)
