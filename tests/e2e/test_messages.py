@@ -291,7 +291,7 @@ def test_reasoning_are_a_block_of_their_own(thinking: Server) -> None:
         ({"tools": [{"name": "x"}]}, anthropic.BadRequestError, "'input_schema' is missing"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "needs tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError, "not among"),
-        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences: "),
+        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences[0]: "),
         ({"temperature": 1.5}, anthropic.BadRequestError, "temperature: "),
         ({"grammar": "("}, anthropic.BadRequestError, "grammar: "),
         (

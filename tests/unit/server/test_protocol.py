@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from cllm.server.errors import describe_validation, error_body
-from cllm.server.protocol import items as responses_items
-from cllm.server.protocol import messages as blocks
-from cllm.server.protocol import messages as messages
-from cllm.server.protocol import responses as responses_schema
-from cllm.server.protocol.base import Body
-from cllm.server.protocol.chat import ChatBody
-from cllm.server.protocol.completions import CompletionBody
-from cllm.server.protocol.messages import CountBody, MessagesBody
-from cllm.server.protocol.responses import ResponsesBody
-from pydantic import ValidationError
 
 from cllm.errors import InvalidRequest
+from cllm.server.body import Body
+from cllm.server.dialect import HttpError
+from cllm.server.dialects import TABLE
+from cllm.server.dialects.anthropic import messages_body
+from cllm.server.dialects.anthropic.messages_body import CountBody, MessagesBody
+from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.completions import CompletionBody
+from cllm.server.dialects.responses import responses_body
+from cllm.server.dialects.responses.responses_body import ResponsesBody
 
 USER = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 BODIES = [
     kind
-    for module in (blocks, messages, responses_items, responses_schema)
+    for module in (messages_body, responses_body)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Body) and kind.__module__ == module.__name__
 ]
@@ -31,30 +30,29 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda kind: kind.__name__)
 def test_every_field_is_described(body: type[Body]) -> None:
-    own = [body.model_fields[name] for name in vars(body)["__annotations__"] if name in body.model_fields]
-    assert own or issubclass(body, CountBody)
-    assert all(field.description for field in own)
+    schema = msgspec.json.schema_components([body])[1][body.__name__]
+    assert all(field.get("description") for field in schema["properties"].values())
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
 def test_a_null_says_what_leaving_the_field_out_says(body: type[Body]) -> None:
-    given = body.model_json_schema()["example"]
-    left_out = set(body.model_fields) - set(given) - {"max_tokens"}
-    assert body.model_validate({**given, **dict.fromkeys(left_out)}) == body.model_validate(given)
+    fields = {field.encode_name for field in msgspec.structs.fields(body)}  # type: ignore[arg-type]
+    left_out = fields - set(body.EXAMPLE) - {"max_tokens"}
+    assert body.parse({**body.EXAMPLE, **dict.fromkeys(left_out)}) == body.parse(dict(body.EXAMPLE))
 
 
 def test_no_limit_on_a_completion_is_a_null_that_means_something() -> None:
-    assert CompletionBody.model_validate({"prompt": "x", "max_tokens": None}).max_tokens is None
-    assert CompletionBody.model_validate({"prompt": "x"}).max_tokens == 16
+    assert CompletionBody.parse({"prompt": "x", "max_tokens": None}).max_tokens is None
+    assert CompletionBody.parse({"prompt": "x"}).max_tokens == 16
 
 
 @pytest.mark.parametrize("body", [ResponsesBody, CountBody, MessagesBody])
 def test_the_example_is_valid(body: type[Body]) -> None:
-    body.model_validate(body.model_json_schema()["example"])
+    body.parse(dict(body.EXAMPLE))
 
 
 def responses(**fields: Any) -> ResponsesBody:
-    return ResponsesBody.model_validate({"input": "x", **fields})
+    return ResponsesBody.parse({"input": "x", **fields})
 
 
 def test_items_become_messages() -> None:
@@ -125,7 +123,7 @@ def test_which_tools_may_be_called(choice: Any, names: list[str], forced: bool, 
 )
 def test_which_tools_may_be_used(choice: Any, names: list[str], forced: bool, parallel: bool) -> None:
     tools: list[Any] = [{"name": name, "input_schema": {}} for name in ("look", "other")]
-    body = CountBody.model_validate(
+    body = CountBody.parse(
         {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
     )
     conversation = body.conversation()
@@ -134,7 +132,7 @@ def test_which_tools_may_be_used(choice: Any, names: list[str], forced: bool, pa
 
 
 def test_blocks_become_messages() -> None:
-    body = CountBody.model_validate(
+    body = CountBody.parse(
         {
             "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             "messages": [
@@ -183,7 +181,7 @@ def test_blocks_become_messages() -> None:
     ],
 )
 def test_thinking_is_the_templates_business(fields: Any, options: Any, think: bool) -> None:
-    body = CountBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+    body = CountBody.parse({"messages": [{"role": "user", "content": "x"}], **fields})
     conversation = body.conversation()
     assert (conversation.options, conversation.think) == (options, think)
 
@@ -204,8 +202,8 @@ def test_so_is_effort(effort: str | None, options: Any, think: bool) -> None:
 def test_null_is_as_good_as_nothing() -> None:
     body = responses(temperature=None, tools=None, tool_choice=None, stream=None, text=None, top_p=None)
     assert body == responses()
-    with pytest.raises(ValidationError, match="required"):
-        MessagesBody.model_validate({"messages": [{"role": "user", "content": "x"}], "max_tokens": None})
+    with pytest.raises(InvalidRequest, match="required"):
+        MessagesBody.parse({"messages": [{"role": "user", "content": "x"}], "max_tokens": None})
 
 
 @pytest.mark.parametrize(
@@ -225,60 +223,34 @@ def test_null_is_as_good_as_nothing() -> None:
 )
 def test_errors_have_anthropics_names_on_its_routes_alone(status: int, kind: str) -> None:
     told = {"type": "error", "error": {"type": kind, "message": "no"}}
-    assert error_body("/v1/messages", status, "x", "no") == told
-    assert error_body("/v1/messages/count_tokens", status, "x", "no", "field") == told
+    error = HttpError(status, "x", "no")
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/else"):
+        assert TABLE.find(path).make_error(error) == told
     for path in ("/v1/responses", "/v1/messages_else"):
-        assert set(error_body(path, status, "x", "no")) == {"error"}
-    assert set(error_body("/generate", status, "x", "no")) == {"success", "error", "message"}
-
-
-LONE: Any = {"type": "object", "description": "\ud83d"}
+        assert set(TABLE.find(path).make_error(error)) == {"error"}
+    assert set(TABLE.find("/generate").make_error(error)) == {"success", "error", "message"}
 
 
 @pytest.mark.parametrize(
-    ("body", "fields"),
-    [
-        (ResponsesBody, {"input": "x", "tools": [{**TOOL, "parameters": LONE}]}),
-        (ResponsesBody, {"input": "x", "chat_template_kwargs": LONE}),
-        (ResponsesBody, {"input": "x", "text": {"format": {"type": "json_schema", "schema": LONE}}}),
-        (CountBody, {"messages": USER, "tools": [{"name": "x", "input_schema": LONE}]}),
-        (CountBody, {"messages": USER, "output_config": {"format": {"type": "json_schema", "schema": LONE}}}),
-        (
-            CountBody,
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "1", "name": "x", "input": LONE}],
-                    }
-                ]
-            },
-        ),
-        (
-            ChatBody,
-            {
-                "messages": USER,
-                "tools": [{"type": "function", "function": {"name": "x", "parameters": LONE}}],
-            },
-        ),
-        (ChatBody, {"messages": USER, "chat_template_kwargs": LONE}),
-        (
-            ChatBody,
-            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": LONE}]}]},
-        ),
-        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "\ud83d"}]}]}),
-        (CountBody, {"messages": [{"role": "user", "content": [{"type": "document", "source": LONE}]}]}),
-        (ResponsesBody, {"input": [{"type": "x_call", "call_id": "1", "action": LONE}]}),
-    ],
+    "path", ["/v1/responses", "/v1/responses/x", "/responses", "/responses/input_tokens"]
 )
-def test_a_lone_surrogate_is_found_wherever_it_is(body: type[Body], fields: Any) -> None:
-    with pytest.raises(ValidationError, match="surrogate"):
-        body.model_validate(fields)
+def test_an_error_in_a_stream_of_responses_is_an_event_with_a_name(path: str) -> None:
+    frame = TABLE.find(path).frame_error(InvalidRequest("no", "input"))
+    assert frame == (
+        b'event: error\ndata: {"type":"error","sequence_number":0,'
+        b'"code":"invalid_request","message":"no","param":"input"}\n\n'
+    )
+
+
+def test_responses_at_llama_servers_path_have_its_errors() -> None:
+    shown = {"code": 400, "message": "no", "type": "invalid_request_error"}
+    for path in ("/responses", "/responses/else"):
+        assert TABLE.find(path).make_error(InvalidRequest("no", "input")) == {"error": shown}
 
 
 @pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])
 def test_nothing_cannot_be_answered(content: list[Any]) -> None:
-    body = CountBody.model_validate({"messages": [{"role": "assistant", "content": content}]})
+    body = CountBody.parse({"messages": [{"role": "assistant", "content": content}]})
     with pytest.raises(InvalidRequest, match="messages: "):
         body.conversation()
     with pytest.raises(InvalidRequest, match="input: "):
@@ -293,7 +265,7 @@ def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
     plain: Any = {"messages": [{"role": "user", "content": "x"}], "choice": ["a"]}
     output = {"format": {"type": "json_schema", "schema": schema}}
     with pytest.raises(InvalidRequest, match="only one"):
-        CountBody.model_validate({**plain, "output_config": output}).constraint()
+        CountBody.parse({**plain, "output_config": output}).constraint()
 
 
 @pytest.mark.parametrize(
@@ -305,12 +277,23 @@ def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
             "tool_choice: 'x' is not among the tools",
             "tool_choice",
         ),
-        ({"input": [{"type": "message"}]}, "input: 'role' is missing", "input"),
-        ({"stop": [5]}, "stop: Input should be a valid string", "stop"),
+        ({"input": [{"type": "message"}]}, "input[0]: 'role' is missing", "input"),
+        ({"input": [{"type": "item_reference"}]}, "input: expected `array` of length >= 1", "input"),
+        ({"stop": [5]}, "stop[0]: expected `str`, got `int`", "stop"),
+        ({"background": True}, "background: not supported: send input items, or", "background"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            "tool_choice: type 'web_search' is not supported: this server executes no tools, it",
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+            "tool_choice: 'tools' is missing",
+            "tool_choice",
+        ),
     ],
 )
 def test_a_refusal_names_what_is_wrong(fields: Any, message: str, field: str) -> None:
-    with pytest.raises(ValidationError) as refusal:
+    with pytest.raises(InvalidRequest) as refusal:
         responses(**fields)
-    errors: list[Any] = [{**error, "loc": ("body", *error["loc"])} for error in refusal.value.errors()]
-    assert describe_validation(errors) == (message, field)
+    assert refusal.value.message.startswith(message) and refusal.value.field == field
