@@ -26,7 +26,7 @@ from cllm.server import static
 from cllm.server.dialect import HttpError, StructResponse, respond
 from cllm.server.dialects import DIALECTS, TABLE
 from cllm.server.dialects.responses.store import ResponseStore
-from cllm.server.generation import SamplingBody
+from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
 from cllm.server.leases import LeaseMiddleware
 from cllm.server.live import LiveFeed
@@ -130,7 +130,7 @@ def read_defaults(setting: str) -> dict[str, Any]:
 def check_defaults(defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields for requests, checked. Raises ConfigError."""
     try:
-        SamplingBody.parse(dict(defaults))
+        GenerationBody.parse(dict(defaults))
     except InvalidRequest as error:
         raise ConfigError(f"{where}: {error.message}") from None
     if "max_tokens" in defaults:  # it has this name on /v1/responses

@@ -90,6 +90,7 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
         schema = references[kind] if kind is not None else None
         described = _describe(route, references, schemas, schema, closed=closed)
         paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = described
+    tags = {dialect.name: dialect.about for dialect in dialects}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -99,7 +100,7 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
         },
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
-        "tags": [{"name": dialect.name, "description": dialect.about} for dialect in dialects],
+        "tags": [{"name": name, "description": about} for name, about in tags.items()],
     }
 
 

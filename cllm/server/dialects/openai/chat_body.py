@@ -52,7 +52,8 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
         str,
         Meta(
             max_length=64,
-            description="`text`; `refusal`, `thinking` of the assistant; else refused in the last question",
+            description="`text`, `input_text`, `output_text`; of the assistant also `refusal`, `thinking` "
+            "and the like; others are refused in the last question",
             examples=["text"],
         ),
     ]

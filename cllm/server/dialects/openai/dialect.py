@@ -1,11 +1,11 @@
-"""OpenAI's dialect: the shape of its errors. The Responses API has frames of its own."""
+"""OpenAI's dialect: the shape of its errors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cllm.errors import CllmError
-from cllm.server.dialect import Dialect, encode_named, get_field, get_status
+from cllm.server.dialect import Dialect, get_field, get_status
 
 
 class OpenAIDialect(Dialect):
@@ -22,15 +22,4 @@ class OpenAIDialect(Dialect):
         return {"error": shown}
 
 
-class ResponsesDialect(OpenAIDialect):
-    """The Responses API: an error in a stream is an event with a name."""
-
-    prefix = "/v1/responses/"
-
-    def frame_error(self, error: CllmError) -> bytes:
-        shown = {"code": error.code, "message": error.message, "param": get_field(error)}
-        return encode_named("error", {"type": "error", "sequence_number": 0, **shown})
-
-
 openai = OpenAIDialect()
-responses = ResponsesDialect()

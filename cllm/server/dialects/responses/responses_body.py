@@ -1,0 +1,420 @@
+"""The body of OpenAI's `/v1/responses`: the items of its input, its tools and the rest of its fields."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.chat.conversation import (
+    MESSAGE_JOINT,
+    TEXT_PARTS,
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    count_answered,
+    make_template_options,
+    note_media,
+    write_arguments,
+)
+from cllm.errors import InvalidRequest
+from cllm.server.body import Body, Name, TokenLimit, check_limit
+from cllm.server.dialects.openai.chat_body import ContentPart, FunctionBody
+from cllm.server.dialects.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MESSAGES,
+    QUESTION,
+    REASONING,
+    SCHEMA,
+    TOOL_CHOICE,
+    Arguments,
+    Effort,
+    FunctionName,
+    JsonValue,
+    OpenAIFields,
+    TemplateOptions,
+    ToolMode,
+    TopLogprobs,
+    check_kind,
+    take_tools,
+)
+from cllm.text.chat_format import Tool
+
+log = logging.getLogger(__name__)
+LOGPROBS = "message.output_text.logprobs"
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_ONLY = "this server executes no tools, it only returns calls of the client's own tools"
+_FIELDS = {  # of an item, by its kind; items of other kinds say nothing here
+    "message": ("role", "content"),
+    "reasoning": ("content", "summary"),
+    "call": ("call_id", "name", "arguments", "input", "action"),
+    "output": ("call_id", "output"),
+}
+
+
+class ResponseTool(FunctionBody, kw_only=True):
+    """A function, or a custom tool: its argument is a text, the model sees a function with one `input`."""
+
+    type: Annotated[Literal["function", "custom"], Meta(description="The kind of tool")]
+    format: Annotated[
+        dict[str, Any] | None,
+        Meta(description="A grammar in it is shown to the model, not enforced", examples=[{"type": "text"}]),
+    ] = None
+
+    def tool(self) -> Tool:
+        if self.type == "function":
+            return super().tool()
+        grammar = (self.format or {}).get("definition")
+        described = (self.description, grammar and f"The input follows this grammar:\n{grammar}")
+        return Tool(self.name, "\n\n".join(filter(None, described)), CUSTOM_INPUT)
+
+    def echo(self) -> dict[str, Any]:
+        """The tool as a response repeats it."""
+        others = ("format",) if self.type == "function" else ("parameters", "strict")
+        return {name: value for name, value in msgspec.to_builtins(self).items() if name not in others}
+
+
+Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
+
+
+def join_text(content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return MESSAGE_JOINT.join(
+        (part.text or part.refusal or "") if part.type in TEXT_PARTS else note_media(part.type)
+        for part in content
+    )
+
+
+class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
+    """A message, reasoning, a tool call of any type, or its output. What is left out has its default."""
+
+    type: Annotated[
+        str | None,
+        Meta(
+            description="`message`, the default; `reasoning`, `…_call`, `…_call_output`; else it is skipped",
+            examples=["message"],
+        ),
+    ] = None
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"] | None,
+        Meta(description="The author of a message", examples=["user"]),
+    ] = None
+    content: Annotated[
+        str | Parts | None,
+        Meta(
+            description="Text, or parts of text; the text of control tokens stays plain text",
+            examples=[QUESTION, [{"type": "input_text", "text": QUESTION}]],
+        ),
+    ] = None
+    summary: Annotated[
+        Parts | None,
+        Meta(
+            description="Of reasoning, used where there is no `content`",
+            examples=[[{"type": "summary_text", "text": REASONING}]],
+        ),
+    ] = None
+    call_id: Annotated[
+        str | None, Meta(description="The id of a call, from the response", examples=["call_1"])
+    ] = None
+    name: Annotated[str | None, Meta(description="The tool that was called", examples=["get_weather"])] = None
+    arguments: Arguments = None
+    input: Annotated[JsonValue, Meta(description="The argument of a custom tool", examples=["ls"])] = None
+    action: Annotated[
+        JsonValue, Meta(description="What another tool did", examples=[{"command": ["ls"]}])
+    ] = None
+    output: Annotated[
+        str | Parts | dict[str, Any] | None,
+        Meta(description="The result of a call: text, or parts of text", examples=["12 degrees, rain"]),
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        kind = value.get("type") or "message"
+        fields = {name: value[name] for name in _FIELDS.get(get_kind(kind), ()) if name in value}
+        return {"type": kind, **fields}
+
+    def check(self) -> None:
+        if self.kind == "message":
+            for name in ("role", "content"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name!r} is missing")
+        elif self.kind == "reasoning":
+            if isinstance(self.content, str):
+                raise ValueError("'content' of reasoning is a list of parts")
+            if any(part.text is None for part in (*(self.content or ()), *(self.summary or ()))):
+                raise ValueError("'text' is missing")
+        if self.arguments is not None:
+            self.arguments = write_arguments(self.arguments)
+
+    @property
+    def kind(self) -> str:
+        return get_kind(self.type)
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        """Add the item to the messages of a conversation. Raises InvalidRequest."""
+        match self.kind:
+            case "message":
+                content = self.content or ""
+                role = "system" if self.role == "developer" else str(self.role)
+                for part in content if isinstance(content, list) else ():
+                    if part.type not in TEXT_PARTS:
+                        builder.check_media(role, part.type)
+                builder.add_text(role, join_text(content))
+            case "reasoning":
+                parts = self.content or self.summary or ()
+                if text := "".join(part.text or "" for part in parts if isinstance(part, ContentPart)):
+                    builder.add_reasoning(text)
+            case "call":
+                arguments = self.arguments
+                if arguments is None:
+                    given = {"input": self.input} if self.action is None else self.action
+                    arguments = write_arguments(given)
+                name = self.name or str(self.type).removesuffix("_call")
+                builder.add_tool_call(self.call_id, name, arguments)
+            case _:
+                output = self.output or ""
+                text = write_arguments(output) if isinstance(output, dict) else join_text(output)
+                builder.add_tool_result(self.call_id, text)
+
+
+def get_kind(kind: Any) -> str:
+    """`message`, `reasoning`, `call`, `output`, or the type of an item that says nothing here."""
+    kind = str(kind or "message")
+    if kind.endswith("_call_output"):
+        return "output"
+    return "call" if kind.endswith("_call") else kind
+
+
+def take_items(value: Any) -> Any:
+    """Items without those that say nothing here: references, and calls that another server executed."""
+    if not isinstance(value, list):
+        return value
+    taken = []
+    for item in value:
+        kind = get_kind(item.get("type")) if isinstance(item, dict) else "message"
+        if kind in _FIELDS and (kind != "call" or item.get("call_id")):
+            taken.append(item)
+        else:
+            log.debug("skipped an item of type %.64r: it says nothing to this model", item.get("type"))
+    return taken
+
+
+class NamedTool(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["function", "custom"], Meta(description="The kind of tool")]
+    name: FunctionName
+
+
+class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
+    """The tool that must be called, or those that may be."""
+
+    type: Annotated[
+        Literal["function", "custom", "allowed_tools"],
+        Meta(description="`allowed_tools`: only these may be called; else: this one must be called"),
+    ]
+    name: Annotated[FunctionName | None, Meta(description="One of the tools", examples=["now"])] = None
+    mode: Annotated[
+        Literal["auto", "required"] | None,
+        Meta(description="Whether one of the allowed tools must be called", examples=["auto"]),
+    ] = None
+    tools: Annotated[
+        Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
+        Meta(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]]),
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return take_tools(value, "function", "custom", default="function")
+
+    def check(self) -> None:
+        for name in ("mode", "tools") if self.type == "allowed_tools" else ("name",):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name!r} is missing")
+
+
+class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], Meta(description="The format of the answer")
+    ]
+    name: Annotated[Name | None, Meta(description="Of the schema; ignored", examples=["answer"])] = None
+    description: Annotated[str | None, Meta(description="Ignored", examples=["An age"])] = None
+    schema: Annotated[
+        dict[str, Any] | None, Meta(description="The schema that the answer matches", examples=[SCHEMA])
+    ] = None
+    strict: Annotated[
+        bool | None, Meta(description="Ignored: the schema always applies", examples=[True])
+    ] = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.schema is not None):
+            raise ValueError("schema is required with format json_schema, and with no other")
+
+
+class TextBody(msgspec.Struct, Body, kw_only=True):
+    format: Annotated[
+        TextFormat | None,
+        Meta(description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]),
+    ] = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Meta(description="Ignored", examples=["low"])
+    ] = None
+
+
+class ReasoningBody(msgspec.Struct, Body, kw_only=True):
+    effort: Effort = None
+    summary: Annotated[
+        Annotated[str, Meta(max_length=32)] | None,
+        Meta(description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]),
+    ] = None
+
+
+Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+
+
+class ResponsesBody(OpenAIFields, kw_only=True):
+    """`POST /v1/responses`."""
+
+    form = "text.format"
+    EXAMPLE = {"input": QUESTION, "max_output_tokens": 64}
+
+    input: Annotated[
+        Annotated[str, Meta(min_length=1)] | Items,
+        Meta(
+            description="A question, or items: messages, function calls and their outputs, reasoning",
+            examples=[QUESTION, MESSAGES],
+        ),
+    ]
+    instructions: Annotated[
+        str | Items | None,
+        Meta(description="A system message before the input, or items", examples=["Be brief."]),
+    ] = None
+    tools: Annotated[
+        tuple[ResponseTool, ...],
+        Meta(
+            max_length=MAX_TOOLS,
+            description="Functions the model may call",
+            examples=[[{"type": "function", "name": "now"}]],
+        ),
+    ] = ()
+    tool_choice: Annotated[ToolMode | ResponseToolChoice, Meta(description=TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Annotated[bool, Meta(description="Allow several calls in one answer")] = True
+    text: Annotated[
+        TextBody | None,
+        Meta(description="The format of the answer", examples=[{"format": {"type": "json_object"}}]),
+    ] = None
+    reasoning: Annotated[
+        ReasoningBody | None, Meta(description="How much to reason", examples=[{"effort": "low"}])
+    ] = None
+    max_output_tokens: Annotated[
+        TokenLimit | None,
+        Meta(description="Maximum tokens, reasoning included; null or -1: as many as fit", examples=[64]),
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="Log-probabilities of this many most likely tokens", examples=[2]),
+    ] = None
+    include: Annotated[
+        Annotated[tuple[Name, ...], Meta(max_length=32)] | None,
+        Meta(description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]),
+    ] = None
+    stream: Annotated[bool, Meta(description="Answer as server-sent events")] = False
+    store: Annotated[
+        bool, Meta(description="Keep the response for `previous_response_id`, while there is room for it")
+    ] = True
+    metadata: Annotated[
+        Annotated[Metadata, Meta(max_length=16)] | None,
+        Meta(description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}]),
+    ] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        Meta(description="Nothing is truncated: input that does not fit is refused", examples=["disabled"]),
+    ] = None
+    chat_template_kwargs: TemplateOptions = None
+    previous_response_id: Annotated[
+        Name | None,
+        Meta(description="A stored response, whose conversation is continued", examples=[None]),
+    ] = None
+    conversation: Annotated[
+        Name | dict[str, Any] | None,
+        Meta(description="Refused: no conversations are stored", examples=[None]),
+    ] = None
+    prompt: Annotated[
+        dict[str, Any] | None, Meta(description="Refused: no prompts are stored", examples=[None])
+    ] = None
+    background: Annotated[bool | None, Meta(description="Refused if true", examples=[False])] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_kind(value.get("tool_choice"), "function", "custom", "allowed_tools", why=_ONLY)
+        value = take_tools(super().prepare(value), "function", "custom", default="function")
+        return value | {name: take_items(value[name]) for name in ("input", "instructions") if name in value}
+
+    def check(self) -> None:
+        super().check()
+        self.max_output_tokens = check_limit("max_output_tokens", self.max_output_tokens)
+        for name in ("conversation", "prompt", "background"):
+            if getattr(self, name):
+                reason = "send input items, or previous_response_id to continue a response"
+                raise ValueError(f"{name}: not supported: {reason}")
+        if self.tool_choice == "any":
+            self.tool_choice = "required"
+        self._choice.check([tool.name for tool in self.tools])
+
+    @property
+    def _choice(self) -> ToolChoice:
+        parallel = self.parallel_tool_calls
+        match self.tool_choice:
+            case ResponseToolChoice(type="allowed_tools", mode=mode, tools=tools):
+                names = tuple(tool.name for tool in tools or ())
+                return ToolChoice(mode=mode or "auto", names=names, parallel=parallel)
+            case ResponseToolChoice(name=name):
+                return ToolChoice(mode="required", names=(name or "",), parallel=False)
+            case mode:
+                return ToolChoice.of(mode, parallel=parallel)
+
+    @property
+    def top(self) -> int | None:
+        """How many most likely tokens are returned; None: no log-probabilities."""
+        wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def text_format(self) -> TextFormat:
+        return (self.text and self.text.format) or TextFormat(type="text")
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = self.text_format
+        return None if wanted.type == "text" else wanted.schema or {"type": "object"}
+
+    @property
+    def items(self) -> list[ResponseItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [ResponseItem(type="message", role="user", content=self.input)]
+        return self.input
+
+    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> Conversation:
+        """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
+        builder = MessageBuilder("input")
+        if isinstance(self.instructions, str):
+            builder.add_text("system", self.instructions)
+        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
+        for items in (instructions, (*history, *self.items)):
+            answered = count_answered([item.role or "" for item in items])
+            for index, item in enumerate(items):
+                builder.answered = index < answered
+                item.add_to(builder)
+        if not builder.messages:
+            raise InvalidRequest("input: it has no content", "input")
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return Conversation(
+            messages=tuple(builder.messages),
+            options=make_template_options(self.chat_template_kwargs, effort),
+            think=effort != "none",
+            **self._choice.apply([tool.tool() for tool in self.tools]),
+        )
