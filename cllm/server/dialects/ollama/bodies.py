@@ -50,7 +50,7 @@ OllamaName = Annotated[
     ),
 ]
 KeepAlive = Annotated[
-    float | None,
+    Any,
     Meta(
         description="How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
         examples=["5m", 300],
@@ -59,7 +59,7 @@ KeepAlive = Annotated[
         },
     ),
 ]
-"""Read by `OllamaBody.prepare`."""
+"""Seconds or None, as `OllamaBody.prepare` reads it."""
 Format = Annotated[
     Literal["", "json"] | dict[str, Any] | None,
     Meta(description="`json`: any JSON object; or a JSON schema", examples=["json", SCHEMA]),
@@ -70,16 +70,14 @@ Think = Annotated[
 ]
 
 
-def parse_seconds(value: Any) -> Any:
+def parse_seconds(value: Any) -> float:
     """Seconds of a number or of a duration in Go's form; all below 0 are `FOREVER`. Raises ValueError."""
-    if isinstance(value, str):
-        found = _DURATION.fullmatch(value) if len(value) <= MAX_DURATION else None
-        if found is None:
-            raise ValueError("keep_alive: must be seconds, or a duration as 5m, 1h30m or -1s")
+    if isinstance(value, str) and len(value) <= MAX_DURATION and (found := _DURATION.fullmatch(value)):
         seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
         value = -seconds if found[1] == "-" else seconds
-    negative = isinstance(value, int | float) and value < 0
-    return FOREVER if negative else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("keep_alive: must be seconds, or a duration as 5m, 1h30m or -1s")
+    return FOREVER if value < 0 else value
 
 
 def strip_tag(name: str) -> str:
@@ -97,7 +95,8 @@ class OllamaBody(msgspec.Struct, Body, kw_only=True):
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {**value, "keep_alive": parse_seconds(value.get("keep_alive"))}
+        given = value.get("keep_alive")
+        return value if given is None else {**value, "keep_alive": parse_seconds(given)}
 
 
 class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
