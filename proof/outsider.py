@@ -1,6 +1,6 @@
 """A client without a key, or with another tenant's, gets nothing out of a server.
 
-Each attempt is a test of `tests/e2e/test_outsider.py`; this runs them and writes down how many there were.
+Each attempt is a test of `make test`; this runs them alone and writes down how many there were.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from xml.etree import ElementTree
 from proof.command import ROOT, make_parser
 from proof.evidence import Bar, Evidence, record
 
-TESTS = ROOT / "tests" / "e2e" / "test_outsider.py"
+TESTS = (
+    *("tests/e2e/test_outsider.py", "tests/failure_modes/test_bad_input_access.py"),
+    "tests/failure_modes/test_bad_input_http.py",
+)
 LIMIT_S = 600
 MENDED = (
-    "A Host header with text after an address in brackets was accepted "
-    "(`test_a_foreign_host_gets_nothing_even_with_a_key`).",
+    "A Host header with text after an address in brackets was accepted (`test_a_foreign_host`).",
     "Variables of a chat template named `messages` or `self` were a server error "
     "(`test_a_request_brings_no_template_of_its_own`).",
 )
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         report = Path(name, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", str(TESTS), f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", *TESTS, f"--junitxml={report}"]
         subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     bad = [case.get("name", "") for case in cases if len(case)]

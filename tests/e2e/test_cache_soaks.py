@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.wire import Address
+from bench.workloads.text import prose
 from cllm.core.step_cost import StepCost
 from proof.conversations import (
     EXACT,
@@ -21,7 +24,6 @@ from proof.conversations import (
     run_conversations,
 )
 from proof.density import run_density
-from proof.second_turns import talk
 from proof.shared.answers import Answer, Client, compare
 from tests.driver.server import Server, environment
 
@@ -98,10 +100,28 @@ def test_conversations_say_the_same_with_the_cache(
     assert "4 of 4" in capsys.readouterr().out
 
 
+def tokens_of(client: Client, name: str, count: int) -> tuple[int, ...]:
+    """The first `count` tokens of a text of that name: a word has one at least."""
+    return client.tokenize(prose(name, count))[:count]
+
+
 def test_second_turns_compute_only_what_is_new(tiny: Server) -> None:
-    talks = talk(Client(Address("127.0.0.1", tiny.port)), 8, 200)
-    assert talks.faults == [] and {answer.cached_from for answer in talks.second} == {"device"}
-    assert sum(answer.computed_tokens for answer in talks.first) < 2 * 200 + 8 * 60, "the system prompt, once"
+    """Users with one system prompt, all at once: what is new is the question, and the answer's last token."""
+    client, users = Client(Address("127.0.0.1", tiny.port)), 8
+
+    def ask_all(prompts: list[tuple[int, ...]]) -> list[Answer]:
+        with ThreadPoolExecutor(users) as pool:
+            return list(pool.map(lambda prompt: client.complete(prompt, 32), prompts))
+
+    system = tokens_of(client, "system", 200)
+    asked = [system + tokens_of(client, f"first {user}", 20 + 5 * user) for user in range(users)]
+    first = ask_all(asked)
+    assert sum(each.computed_tokens for each in first) < 2 * 200 + 8 * 60, "the system prompt, once"
+    new = [tokens_of(client, f"second {user}", 60 - 5 * user) for user in range(users)]
+    said: Any = [each.tokens for each in first]
+    second = ask_all([sum(parts, ()) for parts in zip(asked, said, new, strict=True)])
+    assert all(each.computed_tokens <= len(more) + 1 for each, more in zip(second, new, strict=True))
+    assert {each.cached_from for each in second} == {"device"}
 
 
 def test_batches_stay_dense(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from proof.oversized import ask
 from tests.driver.http import JSON, field_refused, refusal
 from tests.driver.server import PATIENCE_S, Server, get_data
 
@@ -228,7 +227,7 @@ def test_prompts_of_5_mb_leave_health_quick(tiny: Server) -> None:
     statuses: list[int] = []
 
     def send() -> None:  # several: each is refused within milliseconds
-        statuses.extend(ask(("127.0.0.1", tiny.port), GENERATE, body).status for _ in range(10))
+        statuses.extend(tiny.client.post(GENERATE, content=body, headers=JSON).status_code for _ in range(10))
 
     def median(asking: Callable[[], bool]) -> float:
         took: list[float] = []

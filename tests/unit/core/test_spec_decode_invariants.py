@@ -162,11 +162,3 @@ def test_drafts_never_make_a_batch_too_large(batch_tokens: int) -> None:
     driver.check_end()
     drafted = sum(get_usage(driver, name).drafted_tokens for name in driver.requests)
     assert (drafted > 0) == (batch_tokens > 5)
-
-
-def test_memory_that_cannot_be_cut_gets_no_drafts() -> None:
-    driver = StepDriver(FakeRunner(sequences=2, trimmable=False), new_drafter=flawed_drafters(1, 0.0))
-    name = driver.add(b"hello", 40, ignore_eos=True)
-    driver.run()
-    driver.check_end()
-    assert get_usage(driver, name).drafted_tokens == 0

@@ -169,7 +169,6 @@ def percentiles(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
 def test_submitting_and_cancelling_cost_the_same_however_many_wait(
     executor: ScriptedExecutor, tenants: int
 ) -> None:
-    """`python -m proof waiting` prints the figures; here they have wide margins."""
     engine = EngineClient(executor, queue_size=100_000)
     engine.start()
 
