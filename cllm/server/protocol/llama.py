@@ -224,8 +224,4 @@ class SlotBody(Body):
     """`POST /slots/{id}`."""
 
     model: ModelName = None
-    filename: Text = Field(
-        "",
-        description="Name of the saved slot; `erase` needs none",
-        examples=["slot.bin"],
-    )
+    filename: Text = Field("", description="Name to save it under; `erase` needs none", examples=["slot.bin"])

@@ -209,8 +209,8 @@ async def use_slot(id_slot: int, action: SlotAction, body: bodies.SlotBody, http
         return StructResponse({"id_slot": id_slot, "n_erased": done.tokens})
     count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
-    answer = {"id_slot": id_slot, "filename": body.filename, count: done.tokens, size: done.size}
-    return StructResponse({**answer, "timings": timings})
+    described = {"id_slot": id_slot, "filename": body.filename, count: done.tokens, size: done.size}
+    return StructResponse({**described, "timings": timings})
 
 
 # Routes of others, without their /v1.
