@@ -44,10 +44,7 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseSlot(msgspec.Struct, frozen=True, tag=True):
-    """Save what a slot holds to disk under a name, put it back into RAM, or forget it.
-
-    Answered with CacheDone.
-    """
+    """Save what a slot holds under a name, restore it to RAM, or forget it; answered with CacheDone."""
 
     call_id: int
     action: SlotAction

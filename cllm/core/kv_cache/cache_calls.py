@@ -77,7 +77,10 @@ class CacheCalls:
             yield self._disk.forget(content)
             return CacheDone(command.call_id, tokens=len(content.tokens))
         if not self._disk.limit:
-            raise NotSupported("slots are saved in the disk cache, which is off: set --cache-disk-mb")
+            raise NotSupported(
+                "slots are saved in the disk cache, which is off: start the server with --cache-disk-mb N "
+                "(cllm llama-server: --slot-save-path DIR)"
+            )
         if command.action == "save":
             entry = self._cache.read_slot(command.slot)
             yield self._disk.save_slot(command.name, entry)

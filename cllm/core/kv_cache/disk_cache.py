@@ -254,10 +254,6 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         return len(tokens) - max((match.value.longest_cut(match.length).length for match in found), default=0)
 
     @property
-    def _slicing(self) -> bool:
-        return self._slice is not None and not self._slice.done()
-
-    @property
     def _budget(self) -> int:
         """Bytes for files that are not saved slots."""
         return self.limit - self._slot_bytes
@@ -275,7 +271,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         They come most recently used first. Returns after how many seconds to call again; None: after `wake`.
         """
         self._settle()
-        if not self.limit or self.scanning is not None or self._slicing:
+        if not self.limit or self.scanning is not None:
             return None
         wait_s = max(QUIET_S - idle_s, self._retry_at - time.monotonic())
         if wait_s > 0:
@@ -346,7 +342,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
 
     def _advance(self) -> None:
         """Begin the next slice of the write at hand, when the last one is done."""
-        if self._write is None or self._slicing:
+        if self._write is None or (self._slice is not None and not self._slice.done()):
             return
         try:
             found = self._slice.result() if self._slice is not None else None

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.testing import FakeRunner
 from cllm.workers.messages import ClearCache, Stop, UseSlot
-from tests.driver.disk import DiskGate
+from tests.driver.disk import LIMIT_S, DiskGate
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.profiles import examples
 
 PROMPT = words(1, 200)
-LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -60,7 +59,8 @@ def write_behind(driver: StepDriver) -> None:
     deadline = time.monotonic() + LIMIT_S
     while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
         assert time.monotonic() < deadline
-        wait([operation for operation in (disk._slice, disk.scanning) if operation is not None], LIMIT_S)
+        pending: list[Future[Any]] = [each for each in (disk._slice, disk.scanning) if each is not None]
+        wait(pending, LIMIT_S)
 
 
 def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
