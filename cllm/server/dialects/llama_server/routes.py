@@ -190,13 +190,8 @@ async def use_slot(id_slot: str, body: bodies.SlotBody, http: HttpRequest) -> Re
         return StructResponse({"id_slot": slot, "n_erased": done.tokens})
     count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
-<<<<<<< HEAD:cllm/server/dialects/llama_server/routes.py
     answer = {"id_slot": slot, "filename": body.filename, count: done.tokens, size: done.size}
     return StructResponse({**answer, "timings": timings})
-=======
-    described = {"id_slot": id_slot, "filename": body.filename, count: done.tokens, size: done.size}
-    return StructResponse({**described, "timings": timings})
->>>>>>> area/states:cllm/server/routes/llama.py
 
 
 # Routes of others, without their /v1; those of the Responses API are beside its own.
