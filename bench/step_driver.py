@@ -28,7 +28,7 @@ class Layout:
     def __init__(self) -> None:
         new = (Path(import_module("cllm").__file__ or "").parent / "core").is_dir()
         core = import_module("cllm.core.engine_core" if new else "cllm.engine.loop")
-        self.messages = import_module("cllm.workers.messages" if new else "cllm.engine.messages")
+        self.messages = import_module("cllm.messages" if new else "cllm.engine.messages")
         self.make_core = core.EngineCore if new else core.StepLoop
         fakes = import_module("cllm.testing" if new else "cllm.backend.fake")
         self.make_runner = fakes.FakeRunner if new else fakes.FakeBackend

@@ -46,6 +46,7 @@ from cllm.fields import describe_unknown, parse_fields
 from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizeTexts, TokenLists
 from cllm.server.dialects.openai.chat_body import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.openai.fields import OpenAIBody
@@ -64,7 +65,6 @@ from cllm.types import (
     Usage,
 )
 from cllm.workers.executor import ProcessExecutor
-from cllm.workers.messages import TokenizeTexts, TokenLists
 from cllm.workers.supervisor import WORKER_MODULE
 
 log = logging.getLogger(__name__)

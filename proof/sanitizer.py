@@ -28,8 +28,8 @@ from cllm.build.sampling import SOURCE, library_path
 from cllm.build.toolchain import Compiler, cache_directory, default_jobs, find_compiler
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, Submit
 from cllm.types import Request, SamplingParams
-from cllm.workers.messages import Report, Submit
 from proof.command import ROOT, make_parser
 from proof.evidence import Bar, Evidence, Series, record
 from tests.driver.engine import prepare_at_once

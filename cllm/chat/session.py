@@ -11,10 +11,10 @@ from cllm.chat.reply import BlockEvent, ReplyBuilder
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import Prepare, Prepared
 from cllm.text.output_parser import OutputParser
 from cllm.text.prompt import Chat, PreparedPrompt
 from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
-from cllm.workers.messages import Prepare, Prepared
 
 ChatStep = tuple[int, list[BlockEvent], RequestOutput]  # which choice, the changes of its reply, the output
 

@@ -30,8 +30,8 @@ from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.config import ClusterConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
+from cllm.messages import Command, Died, Heartbeat, Report
 from cllm.workers.channel import Channel
-from cllm.workers.messages import Command, Died, Heartbeat, Report
 
 log = logging.getLogger(__name__)
 BAD_COMMAND = 3  # the exit code after a command that cannot be decoded

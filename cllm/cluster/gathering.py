@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
+from cllm.messages import CacheDone, ClearCache, Inspect, Inspection, Ready, StepStats
 from cllm.types import Limits, SlotInfo, Snapshot
-from cllm.workers.messages import CacheDone, ClearCache, Inspect, Inspection, Ready, StepStats
 
 _replace = msgspec.structs.replace
 # Fields of StepStats that say how an engine is; all others count what it has done since the last report.

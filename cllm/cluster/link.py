@@ -20,8 +20,7 @@ from typing import cast
 import msgspec
 
 from cllm.cluster.placer import ReplicaReport
-from cllm.workers.channel import FrameBuffer, pack_frame
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -33,6 +32,7 @@ from cllm.workers.messages import (
     StepReport,
     Submit,
 )
+from cllm.workers.channel import FrameBuffer, pack_frame
 
 HANDSHAKE_S = 3.0
 MAX_HANDSHAKE_BYTES = 1024

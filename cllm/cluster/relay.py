@@ -21,8 +21,7 @@ from cllm.cluster.gathering import Gathering, add_stats, merge_ready
 from cllm.cluster.link import Draining, FromReplica, Load
 from cllm.cluster.placer import Placement, Placer, ReplicaReport
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
-from cllm.types import Failure, FinishReason, Request, RequestOutput
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -41,6 +40,7 @@ from cllm.workers.messages import (
     Unready,
     UseSlot,
 )
+from cllm.types import Failure, FinishReason, Request, RequestOutput
 from cllm.workers.resumption import ResumableRequest
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from cllm.cluster.link import Draining, Link, Load, ReplicaAddress, ToReplica
 from cllm.cluster.replica_load import ReplicaLoad
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, EngineDied, EngineNotReady, from_code
-from cllm.workers.executor import encode
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -39,6 +38,7 @@ from cllm.workers.messages import (
     StepReport,
     Submit,
 )
+from cllm.workers.executor import encode
 from cllm.workers.supervisor import WORKER_MODULE, Backoff, Supervisor
 
 log = logging.getLogger(__name__)

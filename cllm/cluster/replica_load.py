@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from cllm.cluster.block_hashes import BLOCK_TOKENS, hash_blocks
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
+from cllm.messages import StepStats
 from cllm.types import Limits, Request, RequestOutput
-from cllm.workers.messages import StepStats
 
 MEMORY = 0.9  # of a mean, at each new value
 MIN_PREFILL_TOKENS = 64  # a step with so many more than rows tells what a prompt's token takes

@@ -26,8 +26,7 @@ from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_interrupt import StepInterrupt
 from cllm.errors import EngineDied, IntegrityError
-from cllm.types import SlotInfo, Snapshot
-from cllm.workers.messages import (
+from cllm.messages import (
     Cancel,
     ClearCache,
     Command,
@@ -42,6 +41,7 @@ from cllm.workers.messages import (
     UseSlot,
     Wake,
 )
+from cllm.types import SlotInfo, Snapshot
 
 log = logging.getLogger(__name__)
 

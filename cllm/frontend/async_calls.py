@@ -12,8 +12,8 @@ import msgspec
 from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizerAnswer, TokenizerTask
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
-from cllm.workers.messages import TokenizerAnswer, TokenizerTask
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)

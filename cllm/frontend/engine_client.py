@@ -35,20 +35,7 @@ from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenants
 from cllm.frontend.timers import Timers
-from cllm.text.chat_format import ChatFormat
-from cllm.types import (
-    Failure,
-    FinishReason,
-    Health,
-    Limits,
-    ModelInfo,
-    Request,
-    RequestOutput,
-    Snapshot,
-    Usage,
-)
-from cllm.workers.executor import Executor, TokenizerClient, settle
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -66,6 +53,19 @@ from cllm.workers.messages import (
     Unready,
     UseSlot,
 )
+from cllm.text.chat_format import ChatFormat
+from cllm.types import (
+    Failure,
+    FinishReason,
+    Health,
+    Limits,
+    ModelInfo,
+    Request,
+    RequestOutput,
+    Snapshot,
+    Usage,
+)
+from cllm.workers.executor import Executor, TokenizerClient, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from cllm.frontend.request_log import RequestLog
 from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState
 from cllm.frontend.tenants import Tenants
+from cllm.messages import ClusterReport, StepStats
 from cllm.types import Limits, RequestOutput, Usage
-from cllm.workers.messages import ClusterReport, StepStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 # Fields of StepStats: (field, metric, help).

@@ -13,11 +13,11 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
+from cllm.messages import Prepare, Prepared
 from cllm.server.generation import GenerationBody
 from cllm.server.leases import get_leases
 from cllm.text.prompt import Gap, RawText
 from cllm.types import Request, SamplingParams
-from cllm.workers.messages import Prepare, Prepared
 
 _replace = msgspec.structs.replace
 

@@ -24,8 +24,8 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
+from cllm.messages import Command, Died, Heartbeat, Loading, Report, Stop
 from cllm.workers.channel import Channel, WorkerProcess
-from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
 from cllm.workers.tokenizer import serve_tokenizer
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, InvalidRequest, ShuttingDown, from_code
-from cllm.types import Failure, TokenBound
-from cllm.workers.messages import (
+from cllm.messages import (
     Command,
     Died,
     Report,
@@ -30,6 +29,7 @@ from cllm.workers.messages import (
     TokenizerTask,
     check_task,
 )
+from cllm.types import Failure, TokenBound
 from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Backoff, Supervisor
 from cllm.workers.tokenizer_queue import WAIT_LIMIT_S, Call, TokenizerQueue, busy_error
 

@@ -15,8 +15,8 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied, EngineNotReady
+from cllm.messages import Died, Heartbeat
 from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import Died, Heartbeat
 
 log = logging.getLogger(__name__)
 WORKER_MODULE = "cllm.workers.engine_worker"

@@ -18,12 +18,7 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ContextLengthExceeded
-from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, RawText, infill_prompt
-from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
-from cllm.workers.channel import Channel
-from cllm.workers.messages import (
+from cllm.messages import (
     Detokenize,
     Pieces,
     Prepare,
@@ -41,6 +36,11 @@ from cllm.workers.messages import (
     TokenLists,
     check_task,
 )
+from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, RawText, infill_prompt
+from cllm.text.structured_output import GrammarCompiler
+from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
+from cllm.workers.channel import Channel
 from cllm.workers.tokenizer_queue import THREADS
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 
 from cllm.errors import CllmError, EngineDied, InvalidRequest, TokenizerBusy
+from cllm.messages import Prepare, RenderChat, TokenizerAnswer, TokenizerTask
 from cllm.text.chat_template import GUARD_LIMIT_S
 from cllm.text.prompt import Chat
-from cllm.workers.messages import Prepare, RenderChat, TokenizerAnswer, TokenizerTask
 from cllm.workers.supervisor import Attempt
 
 THREADS = 2  # of the worker: a long prompt must not hold up the short ones behind it

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cllm.core.kv_cache.transfer import KVTransfer
-from cllm.workers.messages import UseSlot
+from cllm.messages import UseSlot
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import HYBRIDS, LAYOUTS, Kind, Opened
 from tests.driver.same_text import Reference

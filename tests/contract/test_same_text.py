@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport, Stop, Submit
 from cllm.types import FinishReason
-from cllm.workers.messages import Report, StepReport, Stop, Submit
 from tests.driver.engine import Answer, StepDriver, ask, words
 from tests.driver.kinds import KINDS, Kind, Opened, open_runner
 from tests.driver.same_text import Reference

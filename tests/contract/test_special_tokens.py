@@ -12,9 +12,9 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
+from cllm.messages import Detokenize, RenderChat, Text, TokenizeInfill, Tokens
 from cllm.text.prompt import Chat, Gap, Snippet
 from cllm.types import InfillTokens, Request
-from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, open_runner

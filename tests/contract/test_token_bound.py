@@ -15,8 +15,8 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.memory import embedded_model
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.config import EngineConfig
+from cllm.messages import Refused, TokenizeText
 from cllm.types import TokenBound
-from cllm.workers.messages import Refused, TokenizeText
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.tiny_encoders import make_encoder
 from tests.tiny_models import make_dense

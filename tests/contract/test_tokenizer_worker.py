@@ -10,11 +10,11 @@ from cllm.server.errors import error_status
 
 from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy
+from cllm.messages import CheckConstraint, RenderChat, Text, TokenizeText
 from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec
 from cllm.workers import tokenizer_queue
 from cllm.workers.executor import ProcessTokenizer
-from cllm.workers.messages import CheckConstraint, RenderChat, Text, TokenizeText
 from cllm.workers.tokenizer_queue import THREADS
 from tests.unit.workers.crashing_tokenizer import LONGEST
 

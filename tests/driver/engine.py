@@ -22,9 +22,7 @@ from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
-from cllm.testing import FakeRunner, expected_text, expected_vector
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -34,6 +32,8 @@ from cllm.workers.messages import (
     Submit,
     UseSlot,
 )
+from cllm.testing import FakeRunner, expected_text, expected_vector
+from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
 from tests.driver.runner import CheckedRunner
 
 Tokens = tuple[int, ...]

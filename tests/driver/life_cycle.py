@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from cllm.backend.base import StepStatus
 from cllm.errors import EngineDied
+from cllm.messages import ClearCache
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.messages import ClearCache
 from tests.driver.engine import StepDriver
 
 Path = tuple[str, ...]

@@ -15,9 +15,9 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.frontend.output_stream import OutputStream
+from cllm.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
 from cllm.types import RequestOutput
 from cllm.workers.executor import Receive, encode, settle
-from cllm.workers.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
 from cllm.workers.tokenizer import TokenizerWorker
 
 MakeRunner = Callable[[EngineConfig], ModelRunner]

@@ -13,9 +13,9 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
 from cllm.frontend.engine_client import EngineClient
+from cllm.messages import Cancel
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Health, Request, SamplingParams
-from cllm.workers.messages import Cancel
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, Kind, Opened
 from tests.driver.runner import feed

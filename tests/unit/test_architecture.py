@@ -26,7 +26,7 @@ LAYERS = {
     "cllm.text": 1,
     "cllm.workers.channel": 1,
     "cllm.backend.compute_turns": 1,
-    "cllm.workers.messages": 2,
+    "cllm.messages": 2,
     "cllm.workers.supervisor": 2,
     "cllm.workers.executor": 2,
     "cllm.workers.resumption": 2,

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from cllm import testing
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, call_tool, say
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
 from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.messages import Report, StepReport
 from tests.profiles import examples
 from tests.unit.text.test_detokenizer import oracle, woven
 

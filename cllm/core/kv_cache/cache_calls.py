@@ -12,8 +12,8 @@ from cllm.core.kv_cache.cache_file import get_file_size, get_reason
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache
 from cllm.errors import CllmError, EngineError, NotSupported, StorageFailed
+from cllm.messages import CacheDone, ClearCache, Report, UseSlot
 from cllm.types import Failure
-from cllm.workers.messages import CacheDone, ClearCache, Report, UseSlot
 
 log = logging.getLogger(__name__)
 

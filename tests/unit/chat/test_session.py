@@ -17,10 +17,10 @@ from cllm.config import EngineConfig
 from cllm.errors import BadBatch, EngineDied, InvalidRequest
 from cllm.frontend.metrics import EngineMetrics
 from cllm.llm import LLM, AsyncLLM
+from cllm.messages import TokenizeChat, Tokens
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks, Request
-from cllm.workers.messages import TokenizeChat, Tokens
 from tests.driver.thread_engine import make_llm
 from tests.unit.text.formats import FORMATS
 

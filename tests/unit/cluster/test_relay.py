@@ -10,8 +10,7 @@ from cllm.cluster.link import Draining, Load
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.errors import EngineNotReady, PoisonRequest
-from cllm.types import FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
-from cllm.workers.messages import (
+from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
@@ -27,6 +26,7 @@ from cllm.workers.messages import (
     Unready,
     UseSlot,
 )
+from cllm.types import FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
 
 INFO = ModelInfo(
     name="model",

@@ -10,9 +10,9 @@ import pytest
 from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
 from cllm.cluster.replica import ReplicaServer, ReplicaSettings
 from cllm.config import EngineConfig
+from cllm.messages import Died, Ready, StepReport, Submit
 from cllm.testing import FakeVocabulary, say
 from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import Died, Ready, StepReport, Submit
 
 LIMIT_S = 30.0
 

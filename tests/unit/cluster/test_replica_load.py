@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cllm.cluster.block_hashes import hash_blocks
 from cllm.cluster.replica_load import ReplicaLoad
+from cllm.messages import StepStats
 from cllm.types import FinishReason, Limits, Request, RequestOutput
-from cllm.workers.messages import StepStats
 
 LIMITS = Limits(sequences=2, cells=512, sequence_cells=256, request_tokens=256, batch_tokens=64)
 PROMPT = tuple(range(130))

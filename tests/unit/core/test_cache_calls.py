@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cllm.core.kv_cache import cache_calls
+from cllm.messages import CacheDone, ClearCache, SlotAction, UseSlot, Wake
 from cllm.testing import FakeRunner
-from cllm.workers.messages import CacheDone, ClearCache, SlotAction, UseSlot, Wake
 from tests.driver.disk import LIMIT_S, DiskGate
 from tests.driver.engine import StepDriver, Tokens, words
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.kv_cache.transfer import KVTransfer
+from cllm.messages import ClearCache, Stop, UseSlot
 from cllm.testing import FakeRunner
-from cllm.workers.messages import ClearCache, Stop, UseSlot
 from tests.driver.disk import LIMIT_S, DiskGate
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.profiles import examples

@@ -16,15 +16,15 @@ from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
-from cllm.testing import END_TOKEN, FakeRunner, expected_vector
-from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
-from cllm.workers.messages import (
+from cllm.messages import (
     Refused,
     TokenizePairs,
     TokenizeTexts,
     TokenLists,
 )
+from cllm.testing import END_TOKEN, FakeRunner, expected_vector
+from cllm.text.embeddings import to_vector
+from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor

@@ -7,10 +7,10 @@ import pytest
 from cllm.backend.base import Batch, StepResult
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.messages import Report, StepReport
 from tests.driver.engine import prepare_at_once
 
 TOKENS = 5

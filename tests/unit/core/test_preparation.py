@@ -11,9 +11,9 @@ from cllm.backend.base import Sampler
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
+from cllm.messages import Cancel, Report, StepReport, Stop, Submit
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import Cancel, Report, StepReport, Stop, Submit
 
 LIMIT_S = 10.0
 PENALISED = SamplingParams(dry_multiplier=0.5, seed=1)

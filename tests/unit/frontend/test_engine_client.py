@@ -26,10 +26,10 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, OutputStream
 from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenant
+from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
 from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.workers.supervisor import Backoff
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
 

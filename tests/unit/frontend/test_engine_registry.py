@@ -28,10 +28,10 @@ from cllm.frontend.engine_registry import EngineRegistry, Lease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
+from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
 from cllm.types import Health, Request
 from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Command, Died, Ready
 from tests.profiles import examples
 
 SIZES = {"ant": 40, "bee": 50, "cat": 30, "dog": 30, "elk": 120}  # the last one never fits

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
+from cllm.messages import ClusterReport, ReplicaStatus
 from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.messages import ClusterReport, ReplicaStatus
 from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_state import Stage
+from cllm.messages import Command, Died, Report, StepReport, Submit
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Command, Died, Report, StepReport, Submit
 from tests.driver.engine import Answer, StepDriver
 from tests.driver.thread_engine import BlockingOutputStream
 from tests.profiles import examples

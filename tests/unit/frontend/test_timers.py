@@ -15,9 +15,9 @@ from cllm.errors import DeadlineExceeded, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.timers import Timers
+from cllm.messages import Cancel
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.messages import Cancel
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor, make_llm
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 

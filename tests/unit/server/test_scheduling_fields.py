@@ -12,10 +12,10 @@ import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
+from cllm.messages import Submit
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.types import Request, TenantLimits
-from cllm.workers.messages import Submit
 from tests.driver.thread_engine import ThreadExecutor
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
+from cllm.messages import Refused, TokenizeInfill, Tokens
 from cllm.testing import FakeVocabulary
 from cllm.text.prompt import Gap, Snippet, infill_prompt
 from cllm.types import InfillTokens, TokenBound
-from cllm.workers.messages import Refused, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 
 PRE, SUF, MID, REP, SEP, BOS = range(300, 306)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cllm.errors import InvalidRequest
+from cllm.messages import Refused, TokenizeChat, TokenizeText, Tokens
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
-from cllm.workers.messages import Refused, TokenizeChat, TokenizeText, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"

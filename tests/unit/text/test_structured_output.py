@@ -18,11 +18,11 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
+from cllm.messages import CheckConstraint, Refused, Report, StepReport
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text import structured_output
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder, _allocated_bytes
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.masks import get_mask
 from tests.profiles import examples

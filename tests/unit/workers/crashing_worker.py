@@ -11,9 +11,7 @@ import time
 
 import msgspec
 
-from cllm.text.prompt import Chat
-from cllm.workers.channel import Channel
-from cllm.workers.messages import (
+from cllm.messages import (
     CheckConstraint,
     Died,
     Heartbeat,
@@ -24,6 +22,8 @@ from cllm.workers.messages import (
     TokenizerReply,
     TokenizeText,
 )
+from cllm.text.prompt import Chat
+from cllm.workers.channel import Channel
 
 
 def beat(channel: Channel) -> None:

@@ -15,10 +15,10 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
+from cllm.messages import Submit, Text, TokenizeText
 from cllm.testing import expected_text
 from cllm.types import FinishReason, Health, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
-from cllm.workers.messages import Submit, Text, TokenizeText
 from cllm.workers.supervisor import Backoff, Supervisor
 from tests.driver.server import wait_for
 from tests.driver.thread_engine import BlockingOutputStream

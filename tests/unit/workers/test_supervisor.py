@@ -17,8 +17,7 @@ import pytest
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady
-from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import (
+from cllm.messages import (
     Died,
     Ready,
     Report,
@@ -28,6 +27,7 @@ from cllm.workers.messages import (
     TokenizerReply,
     TokenizeText,
 )
+from cllm.workers.channel import WorkerProcess
 from cllm.workers.supervisor import START_FAILED, Attempt, Backoff, Supervisor
 
 PATIENCE_S = 60

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import TokenizerBusy
+from cllm.messages import CheckConstraint, TokenizerTask, TokenizeText
 from cllm.types import ConstraintKind, ConstraintSpec
 from cllm.workers import tokenizer_queue
-from cllm.workers.messages import CheckConstraint, TokenizerTask, TokenizeText
 from cllm.workers.tokenizer_queue import LARGE_BYTES, THREADS, Call, TokenizerQueue
 
 _ids = itertools.count()

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, StructResponse, encode
 from cllm.server.dialects.cllm.dialect import cllm
@@ -24,7 +25,6 @@ from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
 from cllm.text.prompt import RawText
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Request, Usage
-from cllm.workers.messages import Detokenize, Text
 
 
 class GenerateBody(GenerationBody, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from cllm.chat.session import ChatSession
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import Pieces, RenderChat, SpellTokens, Text
 from cllm.server.dialect import COMMENT, StructResponse, encode
 from cllm.server.dialects.llama_server import answers
 from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
@@ -26,7 +27,6 @@ from cllm.server.submit import make_request, prepare
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.messages import Pieces, RenderChat, SpellTokens, Text
 
 PROBED = 64  # candidates that probabilities after sampling are made of
 PROGRESS_S = 0.25  # between two looks at a prompt that is computed

@@ -16,6 +16,7 @@ from cllm import __version__
 from cllm.chat.session import count_tokens
 from cllm.errors import EngineNotReady, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, run_tokenizer
+from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
 from cllm.server.dialect import StructResponse, encode
@@ -31,7 +32,6 @@ from cllm.server.submit import check_tokens, find_model, get_registry, use_engin
 from cllm.server.submit import tokenize as tokenize_pieces
 from cllm.text.prompt import RawText
 from cllm.types import Health
-from cllm.workers.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 
 _EVENTS = (encode(answers.LlamaEvent(content="2", tokens=(34,))), encode(answers.COMPLETION_EXAMPLE))
 

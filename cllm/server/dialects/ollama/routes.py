@@ -18,6 +18,7 @@ from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizeTexts, TokenLists
 from cllm.server.dialect import NDJSON, StructResponse, encode_line
 from cllm.server.dialects.ollama import answers, bodies
 from cllm.server.dialects.ollama.dialect import ollama
@@ -30,7 +31,6 @@ from cllm.server.submit import find_model, get_registry, make_request, prepare, 
 from cllm.server.timings import get_timings
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, TokenLogprob, Usage
-from cllm.workers.messages import TokenizeTexts, TokenLists
 
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from cllm.frontend.async_calls import merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.openai.dialect import openai
@@ -26,7 +27,6 @@ from cllm.server.submit import check_tokens, make_request, model_name, prepare, 
 from cllm.server.timings import TimedResponse, get_timings, make_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
-from cllm.workers.messages import Detokenize, Text
 
 _replace = msgspec.structs.replace
 _json = msgspec.json.Encoder()

@@ -18,6 +18,7 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
 from cllm.server.body import Body, ModelName, Name, TokenId
 from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm.dialect import cllm
@@ -27,7 +28,6 @@ from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
-from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
 
 MAX_INPUTS = 2048
 ENTRIES_AT_A_TIME = 64
