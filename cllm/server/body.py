@@ -31,6 +31,12 @@ _PATTERNS = {  # what a text that does not match is refused with
 Kind = TypeVar("Kind", bound="Body")
 Read = Callable[[Any], Any]
 
+
+def about(description: str, *examples: Any, **bounds: Any) -> Meta:
+    """What the documentation says of a field, and its bounds."""
+    return Meta(description=description, examples=[*examples] or None, **bounds)
+
+
 SourceText = Annotated[str, Meta(pattern=NO_NUL)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256, pattern=NO_NUL)]
 Name = Annotated[str, Meta(max_length=256)]

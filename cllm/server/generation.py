@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from cllm.errors import InvalidRequest
-from cllm.server.body import Body, SourceText, StopText, TokenId
+from cllm.server.body import Body, SourceText, StopText, TokenId, about
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_BIASES = 1024
@@ -31,17 +31,12 @@ class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
     """Structured output in vLLM's words."""
 
     json_schema: Annotated[
-        dict[str, Any] | SourceText | None,
-        Meta(description="A JSON schema, also as text", examples=[{"type": "object"}]),
+        dict[str, Any] | SourceText | None, about("A JSON schema, also as text", {"type": "object"})
     ] = msgspec.field(default=None, name="json")
-    json_object: Annotated[bool, Meta(description="Any JSON object")] = False
-    regex: Annotated[Grammar | None, Meta(description="A regular expression", examples=["[0-9]+"])] = None
-    choice: Annotated[
-        Choices | None, Meta(description="Texts to choose from", examples=[["red", "blue"]])
-    ] = None
-    grammar: Annotated[Grammar | None, Meta(description="A grammar", examples=['root ::= "yes" | "no"'])] = (
-        None
-    )
+    json_object: Annotated[bool, about("Any JSON object")] = False
+    regex: Annotated[Grammar | None, about("A regular expression", "[0-9]+")] = None
+    choice: Annotated[Choices | None, about("Texts to choose from", ["red", "blue"])] = None
+    grammar: Annotated[Grammar | None, about("A grammar", 'root ::= "yes" | "no"')] = None
 
 
 class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
@@ -54,92 +49,69 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     timeout: Annotated[
         Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None,
-        Meta(
-            description="Seconds from acceptance to the last token, then 504; the server's limit applies too",
-            examples=[30],
-        ),
+        about("Seconds from acceptance to the last token, then 504; the server's limit applies too", 30),
     ] = None
     priority: Annotated[
         int,
-        Meta(
+        about(
+            f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
+            "waiting raises it by one a second",
             ge=-MAX_INT64 - 1,
             le=MAX_INT64,
-            description=f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
-            "waiting raises it by one a second",
         ),
     ] = 0
-    cache_prompt: Annotated[bool, Meta(description="Use the prefix cache: match from it and store to it")] = (
-        True
-    )
-    speculate: Annotated[
-        bool, Meta(description="Allow speculative decoding; the text is the same either way")
-    ] = True
-    top_k: Annotated[
-        int, Meta(ge=-1, le=2**31 - 1, description="Keep the k most likely tokens; 0 or -1: off")
-    ] = 40
+    cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
+    speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
+    top_k: Annotated[int, about("Keep the k most likely tokens; 0 or -1: off", ge=-1, le=2**31 - 1)] = 40
     dry_sequence_breakers: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...],
-        Meta(max_length=8, description="DRY: texts that end a repeated sequence"),
+        about("DRY: texts that end a repeated sequence", max_length=8),
     ] = ("\n", ":", '"', "*")
     logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(description="Token id (as text) → added to its logit", examples=[{"42": -100}]),
+        about("Token id (as text) → added to its logit", {"42": -100}),
     ] = {}  # type: ignore[assignment]
     seed: Annotated[
         Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None,
-        Meta(description="The same seed gives the same text; none, -1 or 2^32 - 1: random", examples=[7]),
+        about("The same seed gives the same text; none, -1 or 2^32 - 1: random", 7),
     ] = None
     min_tokens: Annotated[
-        int, Meta(ge=0, description="Number of tokens that are generated before the answer may end")
+        int, about("Number of tokens that are generated before the answer may end", ge=0)
     ] = 0
     stop_token_ids: Annotated[
-        tuple[TokenId, ...],
-        Meta(
-            max_length=MAX_BIASES, description="Tokens that end the answer, as end tokens do", examples=[[2]]
-        ),
+        tuple[TokenId, ...], about("Tokens that end the answer, as end tokens do", [2], max_length=MAX_BIASES)
     ] = ()
     samplers: Annotated[
         SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None,
-        Meta(
-            description="Only these samplers, by llama.cpp's names or letters, in cllm's own order",
-            examples=[["top_k", "temperature"]],
+        about(
+            "Only these samplers, by llama.cpp's names or letters, in cllm's own order",
+            ["top_k", "temperature"],
         ),
     ] = None
     grammar: Annotated[
-        Grammar | None,
-        Meta(description="The answer follows this GBNF or Lark grammar", examples=['root ::= "yes" | "no"']),
+        Grammar | None, about("The answer follows this GBNF or Lark grammar", 'root ::= "yes" | "no"')
     ] = None
     regex: Annotated[
-        Grammar | None,
-        Meta(description="The whole answer matches this regular expression", examples=["[0-9]{4}-[0-9]{2}"]),
+        Grammar | None, about("The whole answer matches this regular expression", "[0-9]{4}-[0-9]{2}")
     ] = None
-    choice: Annotated[
-        Choices | None, Meta(description="The answer is one of these texts", examples=[["red", "blue"]])
-    ] = None
+    choice: Annotated[Choices | None, about("The answer is one of these texts", ["red", "blue"])] = None
     json_schema: Annotated[
         dict[str, Any] | None,
-        Meta(
-            description="The answer is JSON that validates against this schema",
-            examples=[{"type": "array", "items": {"type": "integer"}}],
+        about(
+            "The answer is JSON that validates against this schema",
+            {"type": "array", "items": {"type": "integer"}},
         ),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None,
-        Meta(description="The same as vLLM has it", examples=[{"choice": ["red", "blue"]}]),
+        StructuredOutputs | None, about("The same as vLLM has it", {"choice": ["red", "blue"]})
     ] = None
     guided_json: Annotated[
         dict[str, Any] | SourceText | None,
-        Meta(description="`json_schema` by vLLM's older name, also as text", examples=[{"type": "object"}]),
+        about("`json_schema` by vLLM's older name, also as text", {"type": "object"}),
     ] = None
-    guided_regex: Annotated[Grammar | None, Meta(description="`regex` by that name", examples=["[0-9]+"])] = (
-        None
-    )
-    guided_choice: Annotated[
-        Choices | None, Meta(description="`choice` by that name", examples=[["red", "blue"]])
-    ] = None
-    guided_grammar: Annotated[
-        Grammar | None, Meta(description="`grammar` by that name", examples=['root ::= "yes" | "no"'])
-    ] = None
+    guided_regex: Annotated[Grammar | None, about("`regex` by that name", "[0-9]+")] = None
+    guided_choice: Annotated[Choices | None, about("`choice` by that name", ["red", "blue"])] = None
+    guided_grammar: Annotated[Grammar | None, about("`grammar` by that name", 'root ::= "yes" | "no"')] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -61,9 +61,7 @@ _SCHEMES = {
         "description": "The same key, as Anthropic's clients send it",
     },
 }
-_RETRY = {
-    "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3},
-}
+_RETRY = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3}}
 _POSITION = {
     "X-Queue-Position": {
         "description": "The request's position in the queue when it was accepted; 0: it did not wait",

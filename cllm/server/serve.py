@@ -103,10 +103,7 @@ class Listeners(list[socket.socket]):
 
 
 async def serve(
-    registry: EngineRegistry,
-    config: ServerConfig,
-    listeners: Listeners,
-    announce: Callable[[str], None],
+    registry: EngineRegistry, config: ServerConfig, listeners: Listeners, announce: Callable[[str], None]
 ) -> None:
     """Load and serve until a signal ends it. Raises the error that keeps a model from loading."""
     keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)

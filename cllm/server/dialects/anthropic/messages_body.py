@@ -18,7 +18,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.errors import InvalidRequest
-from cllm.server.body import Body, ModelName, StopText, TokenLimit
+from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -60,34 +60,22 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     prefixes are always cached.
     """
 
-    type: Annotated[
-        str,
-        Meta(description="`text`, `tool_use`, `tool_result`, `thinking`, `document` …", examples=["text"]),
-    ]
-    text: Annotated[
-        str | None, Meta(description="The text; control tokens in it stay plain text", examples=[QUESTION])
-    ] = None
+    type: Annotated[str, about("`text`, `tool_use`, `tool_result`, `thinking`, `document` …", "text")]
+    text: Annotated[str | None, about("The text; control tokens in it stay plain text", QUESTION)] = None
     id: CallId = None
-    name: Annotated[str | None, Meta(description="The tool that was called", examples=["get_weather"])] = None
+    name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
     input: Arguments = "{}"
-    tool_use_id: Annotated[
-        str | None, Meta(description="The call that this answers", examples=["toolu_1"])
-    ] = None
+    tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
     content: Annotated[
         str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
-        Meta(
-            description="The result of a call: text, or blocks of text",
-            examples=["Rain", [{"type": "text", "text": "Rain"}]],
-        ),
+        about("The result of a call: text, or blocks of text", "Rain", [{"type": "text", "text": "Rain"}]),
     ] = None
-    is_error: Annotated[
-        bool | None,
-        Meta(description="The call failed: `Error: ` is put before the content", examples=[False]),
-    ] = None
-    thinking: Annotated[
-        str | None,
-        Meta(description="Earlier reasoning, for templates that repeat it", examples=[REASONING]),
-    ] = None
+    is_error: Annotated[bool | None, about("The call failed: `Error: ` is put before the content", False)] = (
+        None
+    )
+    thinking: Annotated[str | None, about("Earlier reasoning, for templates that repeat it", REASONING)] = (
+        None
+    )
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -174,13 +162,14 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
 
     role: Annotated[
         Literal["user", "assistant", "system"],
-        Meta(description="The author; `system`: instructions, where the template takes them"),
+        about("The author; `system`: instructions, where the template takes them"),
     ]
     content: Annotated[
         Blocks,
-        Meta(
-            description="Text, or blocks: text, tool calls and their results, reasoning",
-            examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
+        about(
+            "Text, or blocks: text, tool calls and their results, reasoning",
+            QUESTION,
+            [{"type": "text", "text": QUESTION}],
         ),
     ]
 
@@ -199,27 +188,19 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
 class AnthropicTool(msgspec.Struct, Body, kw_only=True):
     """A tool of the client. `cache_control` is ignored."""
 
-    type: Annotated[Literal["custom"] | None, Meta(description="May be left out", examples=["custom"])] = (
-        "custom"
-    )
+    type: Annotated[Literal["custom"] | None, about("May be left out", "custom")] = "custom"
     name: FunctionName
     description: ToolDescription = None
-    input_schema: Annotated[
-        dict[str, Any], Meta(description="JSON schema of its arguments", examples=[PARAMETERS])
-    ]
+    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", PARAMETERS)]
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
 
 
 class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[
-        Literal["auto", "any", "tool", "none"], Meta(description="`any`, `tool`: one must be called")
-    ]
-    name: Annotated[
-        FunctionName | None, Meta(description="With `tool`: its name", examples=["get_weather"])
-    ] = None
-    disable_parallel_tool_use: Annotated[bool, Meta(description="At most one call in an answer")] = False
+    type: Annotated[Literal["auto", "any", "tool", "none"], about("`any`, `tool`: one must be called")]
+    name: Annotated[FunctionName | None, about("With `tool`: its name", "get_weather")] = None
+    disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
 
     def check(self) -> None:
         if (self.type == "tool") != (self.name is not None):
@@ -227,22 +208,19 @@ class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[
-        Literal["enabled", "disabled", "adaptive"], Meta(description="The template's `enable_thinking`")
-    ]
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], about("The template's `enable_thinking`")]
     budget_tokens: ReasoningBudget = None
 
 
 class JsonFormat(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["json_schema"], Meta(description="Always `json_schema`")]
-    schema: Annotated[dict[str, Any], Meta(description="Of the answer", examples=[SCHEMA])]
+    type: Annotated[Literal["json_schema"], about("Always `json_schema`")]
+    schema: Annotated[dict[str, Any], about("Of the answer", SCHEMA)]
 
 
 class OutputConfig(msgspec.Struct, Body, kw_only=True):
-    effort: Annotated[Effort, Meta(description="A variable for the chat template: `reasoning_effort`")] = None
+    effort: Annotated[Effort, about("A variable for the chat template: `reasoning_effort`")] = None
     format: Annotated[
-        JsonFormat | None,
-        Meta(description="A schema for the answer", examples=[{"type": "json_schema", "schema": {}}]),
+        JsonFormat | None, about("A schema for the answer", {"type": "json_schema", "schema": {}})
     ] = None
 
 
@@ -255,31 +233,25 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     messages: Annotated[
         list[AnthropicMessage],
-        Meta(
+        about(
+            "The conversation; an assistant message at its end is continued",
+            MESSAGES,
             min_length=1,
             max_length=MAX_MESSAGES,
-            description="The conversation; an assistant message at its end is continued",
-            examples=[MESSAGES],
         ),
     ]
-    system: Annotated[Blocks | None, Meta(description="Instructions", examples=["Be brief."])] = None
+    system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
     tools: Annotated[
         Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(description="Tools the model may call", examples=[[{"name": "now", "input_schema": {}}]]),
+        about("Tools the model may call", [{"name": "now", "input_schema": {}}]),
     ] = None
-    tool_choice: Annotated[
-        ToolChoiceBody | None, Meta(description=TOOL_CHOICE, examples=[{"type": "auto"}])
-    ] = None
-    thinking: Annotated[
-        ThinkingBody | None, Meta(description="Reasoning, on or off", examples=[{"type": "disabled"}])
-    ] = None
-    output_config: Annotated[
-        OutputConfig | None, Meta(description="Schema, effort", examples=[{"effort": "low"}])
-    ] = None
-    output_format: Annotated[
-        JsonFormat | None, Meta(description="`output_config.format` by its older name", examples=[None])
-    ] = None
-    temperature: Annotated[float, Meta(ge=0, le=1, description="0 is greedy")] = 0.8
+    tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
+    thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
+    output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
+    output_format: Annotated[JsonFormat | None, about("`output_config.format` by its older name", None)] = (
+        None
+    )
+    temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
     chat_template_kwargs: TemplateOptions = None
 
     @classmethod
@@ -340,17 +312,14 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     EXAMPLE = {"max_tokens": 64, "messages": MESSAGES}
 
     max_tokens: Annotated[
-        TokenLimit | None,
-        Meta(description="Maximum tokens to generate, reasoning included; -1: as many as fit", examples=[64]),
+        TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
     ]
     stop_sequences: Annotated[
         Annotated[tuple[StopText, ...], Meta(max_length=16)] | None,
-        Meta(description="Stop strings; they are not part of the answer", examples=[["\n\n"]]),
+        about("Stop strings; they are not part of the answer", ["\n\n"]),
     ] = None
-    stream: Annotated[bool, Meta(description="Answer as server-sent events")] = False
-    metadata: Annotated[dict[str, Any] | None, Meta(description="Ignored", examples=[{"user_id": "ann"}])] = (
-        None
-    )
+    stream: Annotated[bool, about("Answer as server-sent events")] = False
+    metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
     def check(self) -> None:
         super().check()

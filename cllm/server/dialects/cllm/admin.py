@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,7 +17,7 @@ from cllm.errors import CllmError, EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.served_model import ModelState, ModelStatus
-from cllm.server.body import Body
+from cllm.server.body import Body, about
 from cllm.server.dialect import StructResponse, respond
 from cllm.server.dialects.cllm.dialect import operation
 from cllm.server.live import LiveFeed
@@ -33,10 +33,10 @@ class ReloadBody(msgspec.Struct, Body, kw_only=True):
 
     model: Annotated[
         str,
-        Meta(
+        about(
+            "GGUF file in --model-dir; empty: read the served file again",
+            "SmolLM2-360M-Instruct-Q8_0.gguf",
             max_length=1024,
-            description="GGUF file in --model-dir; empty: read the served file again",
-            examples=["SmolLM2-360M-Instruct-Q8_0.gguf"],
         ),
     ] = ""
 
@@ -47,13 +47,7 @@ class ModelNameBody(msgspec.Struct, Body, kw_only=True):
     EXAMPLE = {"model": "SmolLM2-135M-Instruct"}
 
     model: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            max_length=256,
-            description="Name or alias of a served model",
-            examples=["SmolLM2-135M-Instruct"],
-        ),
+        str, about("Name or alias of a served model", "SmolLM2-135M-Instruct", min_length=1, max_length=256)
     ]
 
 
@@ -81,9 +75,7 @@ MODEL_STATUS_EXAMPLE = ModelStatus(
     file="SmolLM2-135M-Instruct-Q4_1.gguf",
 )
 MODELS_EXAMPLE = ModelsResponse(
-    models=(MODEL_STATUS_EXAMPLE,),
-    memory_bytes={"host": 1879048192},
-    memory_limit_bytes={"host": 8589934592},
+    models=(MODEL_STATUS_EXAMPLE,), memory_bytes={"host": 1879048192}, memory_limit_bytes={"host": 8589934592}
 )
 
 
@@ -406,9 +398,7 @@ async def live(http: HttpRequest) -> Response:
 
 
 @operation.post(
-    "/admin/requests/{request_id}/cancel",
-    CancelledResponse("chatcmpl-8f0c2d7e"),
-    errors={404: _NO_REQUEST},
+    "/admin/requests/{request_id}/cancel", CancelledResponse("chatcmpl-8f0c2d7e"), errors={404: _NO_REQUEST}
 )
 async def cancel(request_id: str, http: HttpRequest) -> Response:
     """End a request that waits or runs; its client gets what there is of the answer."""

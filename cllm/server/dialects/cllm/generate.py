@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
-from cllm.server.body import Body, ModelName, TokenId, TokenLimit
+from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, StructResponse, encode
 from cllm.server.dialects.cllm.dialect import cllm
 from cllm.server.dialects.openai.fields import Stops, list_stops
@@ -33,20 +32,13 @@ class GenerateBody(GenerationBody, frozen=True, kw_only=True):
     EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 
     model: ModelName = None
-    prompt: Annotated[
-        str,
-        Meta(
-            min_length=1, description="Raw text; no chat template is applied", examples=["Once upon a time"]
-        ),
-    ]
+    prompt: Annotated[str, about("Raw text; no chat template is applied", "Once upon a time", min_length=1)]
     max_tokens: Annotated[
         TokenLimit | None,
-        Meta(description="Maximum number of tokens to generate; clamped to what fits; -1: as many as fit"),
+        about("Maximum number of tokens to generate; clamped to what fits; -1: as many as fit"),
     ] = 256
-    stop: Annotated[
-        Stops, Meta(description="Texts that end the answer and are not part of it", examples=[["\n\n"]])
-    ] = ()
-    stream: Annotated[bool, Meta(description="Send server-sent events")] = False
+    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    stream: Annotated[bool, about("Send server-sent events")] = False
 
     def check(self) -> None:
         super().check()
@@ -59,12 +51,7 @@ class EncodeBody(msgspec.Struct, Body, kw_only=True):
     EXAMPLE = {"text": "Once upon a time"}
 
     model: ModelName = None
-    text: Annotated[
-        str,
-        Meta(
-            description="Text to tokenise; control tokens in it are plain text", examples=["Once upon a time"]
-        ),
-    ]
+    text: Annotated[str, about("Text to tokenise; control tokens in it are plain text", "Once upon a time")]
 
 
 class DecodeBody(msgspec.Struct, Body, kw_only=True):
@@ -73,10 +60,7 @@ class DecodeBody(msgspec.Struct, Body, kw_only=True):
     EXAMPLE = {"tokens": [403, 253]}
 
     model: ModelName = None
-    tokens: Annotated[
-        list[TokenId],
-        Meta(max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]),
-    ]
+    tokens: Annotated[list[TokenId], about("Token ids of this model", [1, 2, 3], max_length=1_000_000)]
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):

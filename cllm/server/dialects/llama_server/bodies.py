@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from cllm.chat.conversation import Conversation
-from cllm.server.body import NO_NUL, Body, ModelName, TokenId
+from cllm.server.body import NO_NUL, Body, ModelName, TokenId, about
 from cllm.server.dialects.openai.chat_body import ChatBody
 from cllm.server.dialects.openai.fields import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.generation import GenerationBody, get_sampling_bounds, is_token_id
@@ -22,7 +22,7 @@ Stop = Annotated[str, Meta(max_length=256, pattern=NO_NUL)]
 class PromptObject(msgspec.Struct, Body, kw_only=True):
     """A prompt in an object, as it comes beside images; without them it is its text."""
 
-    prompt_string: Annotated[str, Meta(description="The text", examples=["1+1="])]
+    prompt_string: Annotated[str, about("The text", "1+1=")]
 
 
 Pieces = Annotated[list[str | TokenId], Meta(min_length=1)]
@@ -56,50 +56,42 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     prompt: Annotated[
         Prompts,
-        Meta(
-            description="Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
-            examples=["1+1=", [12, " and ", 34]],
+        about(
+            "Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
+            "1+1=",
+            [12, " and ", 34],
         ),
     ]
     n_predict: Annotated[
         int,
-        Meta(
-            ge=-1,
-            description="Maximum number of tokens to generate (also `max_tokens`); "
-            "-1: as many as fit, 0: none",
-        ),
+        about("Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit, 0: none", ge=-1),
     ] = -1
-    n_cmpl: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Answers to each prompt")] = 1
+    n_cmpl: Annotated[int, about("Answers to each prompt", ge=1, le=MAX_CHOICES)] = 1
     stop: Annotated[
         Stop | Annotated[tuple[Stop, ...], Meta(max_length=16)],
-        Meta(
-            description="Texts that end the answer and are not part of it; an empty one is none",
-            examples=[["\n\n"]],
-        ),
+        about("Texts that end the answer and are not part of it; an empty one is none", ["\n\n"]),
     ] = ()
-    stream: Annotated[bool, Meta(description="Send server-sent events")] = False
+    stream: Annotated[bool, about("Send server-sent events")] = False
     n_probs: Annotated[
-        int,
-        Meta(ge=0, le=MAX_PROBS, description="Log-probabilities of this many most likely tokens; 0: none"),
+        int, about("Log-probabilities of this many most likely tokens; 0: none", ge=0, le=MAX_PROBS)
     ] = 0
     post_sampling_probs: Annotated[
-        bool, Meta(description="Give probabilities after top_k, top_p, min_p and temperature, not before")
+        bool, about("Give probabilities after top_k, top_p, min_p and temperature, not before")
     ] = False
-    return_tokens: Annotated[bool, Meta(description="Give the ids of the generated tokens")] = False
-    return_progress: Annotated[bool, Meta(description="Send events while the prompt is computed")] = False
-    timings_per_token: Annotated[bool, Meta(description="Give timings in every event")] = False
+    return_tokens: Annotated[bool, about("Give the ids of the generated tokens")] = False
+    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
+    timings_per_token: Annotated[bool, about("Give timings in every event")] = False
     response_fields: Annotated[
         tuple[Annotated[str, Meta(max_length=256)], ...],
-        Meta(
+        about(
+            "Give only these fields; `a/b` is the field b of a",
+            ["content", "generation_settings/n_predict"],
             max_length=64,
-            description="Give only these fields; `a/b` is the field b of a",
-            examples=[["content", "generation_settings/n_predict"]],
         ),
     ] = ()
-    n_indent: Annotated[int, Meta(ge=0, description="Stop at a line that is indented by less than this")] = 0
+    n_indent: Annotated[int, about("Stop at a line that is indented by less than this", ge=0)] = 0
     t_max_predict_ms: Annotated[
-        int,
-        Meta(ge=-1, description="Stop at the first line break after this time of generation; 0: never"),
+        int, about("Stop at the first line break after this time of generation; 0: never", ge=-1)
     ] = 0
 
     @classmethod
@@ -139,10 +131,8 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
 class SnippetBody(msgspec.Struct, Body, kw_only=True):
     """A snippet of another file of the project."""
 
-    text: Annotated[str, Meta(description="The text of the snippet", examples=["def add(a, b): ..."])]
-    filename: Annotated[
-        str, Meta(max_length=4096, description="The file it comes from", examples=["util.py"])
-    ] = "tmp"
+    text: Annotated[str, about("The text of the snippet", "def add(a, b): ...")]
+    filename: Annotated[str, about("The file it comes from", "util.py", max_length=4096)] = "tmp"
 
 
 class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
@@ -155,31 +145,21 @@ class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
     }
 
     input_prefix: Annotated[
-        str,
-        Meta(
-            description="The text before the gap; if it is too long, its end is kept", examples=["def add("]
-        ),
+        str, about("The text before the gap; if it is too long, its end is kept", "def add(")
     ]
     input_suffix: Annotated[
-        str,
-        Meta(
-            description="The text after the gap; if too long, its start is kept",
-            examples=["):\n    return a + b\n"],
-        ),
+        str, about("The text after the gap; if too long, its start is kept", "):\n    return a + b\n")
     ]
     input_extra: Annotated[
         tuple[SnippetBody, ...],
-        Meta(
+        about(
+            "Snippets of other files, as context",
+            [{"filename": "util.py", "text": "def add(a, b): ..."}],
             max_length=1024,
-            description="Snippets of other files, as context",
-            examples=[[{"filename": "util.py", "text": "def add(a, b): ..."}]],
         ),
     ] = ()
     prompt: Annotated[
-        str,
-        Meta(
-            description="The start of the text in the gap; control tokens in it are parsed", examples=["a, "]
-        ),
+        str, about("The start of the text in the gap; control tokens in it are parsed", "a, ")
     ] = ""
 
     def gap(self, max_tokens: int) -> Gap:
@@ -196,12 +176,11 @@ class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
 
     model: ModelName = None
     content: Annotated[
-        str | list[str | TokenId],
-        Meta(description="Text to tokenise, or texts and token ids mixed", examples=["1+1="]),
+        str | list[str | TokenId], about("Text to tokenise, or texts and token ids mixed", "1+1=")
     ] = ""
-    add_special: Annotated[bool, Meta(description="Add the model's own start tokens")] = False
-    parse_special: Annotated[bool, Meta(description="Parse control tokens in the text")] = True
-    with_pieces: Annotated[bool, Meta(description="Give the text of each token, too")] = False
+    add_special: Annotated[bool, about("Add the model's own start tokens")] = False
+    parse_special: Annotated[bool, about("Parse control tokens in the text")] = True
+    with_pieces: Annotated[bool, about("Give the text of each token, too")] = False
 
 
 class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
@@ -210,13 +189,13 @@ class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
     EXAMPLE = {"tokens": [33, 27, 33, 45]}
 
     model: ModelName = None
-    tokens: Annotated[tuple[TokenId, ...], Meta(description="Token ids", examples=[[33, 27, 33, 45]])] = ()
+    tokens: Annotated[tuple[TokenId, ...], about("Token ids", [33, 27, 33, 45])] = ()
 
 
 class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
     """`POST /apply-template`."""
 
-    add_generation_prompt: Annotated[bool, Meta(description="End where the answer begins")] = True
+    add_generation_prompt: Annotated[bool, about("End where the answer begins")] = True
 
     def conversation(self) -> Conversation:
         found = super().conversation()
@@ -228,7 +207,4 @@ class SlotBody(msgspec.Struct, Body, kw_only=True):
     """`POST /slots/{id}`."""
 
     model: ModelName = None
-    filename: Annotated[
-        str,
-        Meta(description="Name of the saved slot; `erase` needs none", examples=["slot.bin"]),
-    ] = ""
+    filename: Annotated[str, about("Name of the saved slot; `erase` needs none", "slot.bin")] = ""

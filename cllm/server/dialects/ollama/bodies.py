@@ -17,7 +17,7 @@ from cllm.chat.conversation import (
     refuse_media,
 )
 from cllm.frontend.engine_registry import LATEST
-from cllm.server.body import Body
+from cllm.server.body import Body, about
 from cllm.server.dialects.openai.chat_body import CalledFunction, ReasoningText, ToolBody, drop_nulls
 from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
 from cllm.server.dialects.openai.fields import (
@@ -41,19 +41,14 @@ _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
 
 OllamaName = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=1024,
-        description="Its name, also with `:latest` (also `name`)",
-        examples=[MODEL],
-    ),
+    str, about("Its name, also with `:latest` (also `name`)", MODEL, min_length=1, max_length=1024)
 ]
 KeepAlive = Annotated[
     Any,
-    Meta(
-        description="How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
-        examples=["5m", 300],
+    about(
+        "How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
+        "5m",
+        300,
         extra_json_schema={
             "anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]
         },
@@ -62,11 +57,10 @@ KeepAlive = Annotated[
 """Seconds or None, as `OllamaBody.prepare` reads it."""
 Format = Annotated[
     Literal["", "json"] | dict[str, Any] | None,
-    Meta(description="`json`: any JSON object; or a JSON schema", examples=["json", SCHEMA]),
+    about("`json`: any JSON object; or a JSON schema", "json", SCHEMA),
 ]
 Think = Annotated[
-    bool | Literal["low", "medium", "high"] | None,
-    Meta(description="Reasoning, on or off, or how much", examples=[False]),
+    bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
 ]
 
 
@@ -110,17 +104,10 @@ class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
     }
 
     num_predict: Annotated[
-        int,
-        Meta(
-            ge=-(2**31),
-            le=2**31 - 1,
-            description="Maximum number of tokens to generate; below 1: as many as fit",
-        ),
+        int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
     ] = -1
-    stop: Annotated[
-        Stops, Meta(description="Texts that end the answer and are not part of it", examples=[["\n\n"]])
-    ] = ()
-    format: Annotated[Format, Meta(description="Ignored: the body's counts")] = None
+    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    format: Annotated[Format, about("Ignored: the body's counts")] = None
 
     def form_schema(self) -> dict[str, Any] | None:
         return {"type": "object"} if self.format == "json" else self.format or None
@@ -136,19 +123,16 @@ _OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"f
 class OllamaAnswerBody(OllamaBody, kw_only=True):
     """What `/api/chat` and `/api/generate` share."""
 
-    stream: Annotated[bool, Meta(description="Send the answer in pieces, a line of JSON each")] = True
+    stream: Annotated[bool, about("Send the answer in pieces, a line of JSON each")] = True
     format: Format = None
     options: Annotated[
         OllamaOptions,
-        Meta(
-            description="Sampling, in Ollama's names and in cllm's",
-            examples=[{"temperature": 0, "num_predict": 32}],
-        ),
+        about("Sampling, in Ollama's names and in cllm's", {"temperature": 0, "num_predict": 32}),
     ] = msgspec.field(default_factory=OllamaOptions)
     think: Think = None
     keep_alive: KeepAlive = None
-    logprobs: Annotated[bool, Meta(description="Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[TopLogprobs, Meta(description="And of this many most likely tokens")] = 0
+    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
+    top_logprobs: Annotated[TopLogprobs, about("And of this many most likely tokens")] = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -188,35 +172,25 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
 class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier answer."""
 
-    id: Annotated[str | None, Meta(description="Its id, if it has one", examples=["call_1"])] = None
-    function: Annotated[
-        CalledFunction, Meta(description="The tool and its arguments", examples=[{"name": "now"}])
-    ]
+    id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
+    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
 
 
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], Meta(description="The author")]
-    content: Annotated[str | None, Meta(description="The text", examples=[QUESTION])] = None
+    role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
+    content: Annotated[str | None, about("The text", QUESTION)] = None
     images: Annotated[
-        list[str] | None,
-        Meta(description="Refused in the last question: the model accepts text only", examples=[None]),
+        list[str] | None, about("Refused in the last question: the model accepts text only", None)
     ] = None
     thinking: ReasoningText = None
     tool_calls: Annotated[
         Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(
-            description="Tool calls of an earlier answer",
-            examples=[[{"function": {"name": "now", "arguments": {}}}]],
-        ),
+        about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
     ] = None
-    tool_name: Annotated[str | None, Meta(description="The tool whose result this is", examples=["now"])] = (
-        None
-    )
-    tool_call_id: Annotated[
-        str | None, Meta(description="The call that this answers", examples=["call_1"])
-    ] = None
+    tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
+    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
 
     def check(self) -> None:
         if not isinstance(self.thinking, str):
@@ -242,17 +216,17 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
     messages: Annotated[
         list[OllamaMessage],
-        Meta(
+        about(
+            "The conversation; without any the model is only loaded, or unloaded",
+            MESSAGES,
             max_length=MAX_MESSAGES,
-            description="The conversation; without any the model is only loaded, or unloaded",
-            examples=[MESSAGES],
         ),
     ] = []
     tools: Annotated[
         Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(
-            description="Functions the model may call",
-            examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
+        about(
+            "Functions the model may call",
+            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
         ),
     ] = None
 
@@ -278,25 +252,14 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     EXAMPLE = {"model": MODEL, "prompt": QUESTION, "stream": False, "options": {"num_predict": 32}}
 
     prompt: Annotated[
-        str,
-        Meta(
-            description="The question; without one the model is only loaded, or unloaded", examples=[QUESTION]
-        ),
+        str, about("The question; without one the model is only loaded, or unloaded", QUESTION)
     ] = ""
-    suffix: Annotated[
-        str, Meta(description="The text after the gap that the answer fills", examples=[")"])
-    ] = ""
-    system: Annotated[str, Meta(description="Instructions", examples=["Be brief."])] = ""
-    raw: Annotated[bool, Meta(description="Complete the prompt as it is: no chat template")] = False
-    images: Annotated[
-        list[str] | None, Meta(description="Refused: the model accepts text only", examples=[None])
-    ] = None
-    template: Annotated[
-        str, Meta(description="Refused: the server's `--chat-template` sets it", examples=[""])
-    ] = ""
-    context: Annotated[
-        list[int] | None, Meta(description="Refused: `/api/chat` takes earlier messages", examples=[None])
-    ] = None
+    suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
+    system: Annotated[str, about("Instructions", "Be brief.")] = ""
+    raw: Annotated[bool, about("Complete the prompt as it is: no chat template")] = False
+    images: Annotated[list[str] | None, about("Refused: the model accepts text only", None)] = None
+    template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
+    context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
 
     def check(self) -> None:
         super().check()
@@ -329,14 +292,12 @@ class OllamaEmbedBody(OllamaBody, kw_only=True):
 
     input: Annotated[
         str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
-        Meta(
-            description=f"A text or texts; at most {MAX_INPUTS}", examples=["The cat sat.", ["The cat sat."]]
-        ),
+        about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
     ]
-    truncate: Annotated[bool, Meta(description="Cut inputs that are too long; else they are refused")] = True
+    truncate: Annotated[bool, about("Cut inputs that are too long; else they are refused")] = True
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Keep only the first dimensions, scaled to length 1 again", examples=[64]),
+        about("Keep only the first dimensions, scaled to length 1 again", 64),
     ] = None
     keep_alive: KeepAlive = None
 
@@ -351,7 +312,7 @@ class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
 
     EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
 
-    prompt: Annotated[str, Meta(description="A text", examples=["The cat sat."])] = ""
+    prompt: Annotated[str, about("A text", "The cat sat.")] = ""
     keep_alive: KeepAlive = None
 
 
@@ -364,7 +325,7 @@ class PullBody(OllamaBody, kw_only=True):
 
     EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
 
-    stream: Annotated[bool, Meta(description="Send the progress, a line of JSON each")] = True
+    stream: Annotated[bool, about("Send the progress, a line of JSON each")] = True
 
 
 class DeleteBody(OllamaBody, kw_only=True):

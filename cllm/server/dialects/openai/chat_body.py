@@ -15,7 +15,7 @@ from cllm.chat.conversation import (
     normalize_messages,
     write_arguments,
 )
-from cllm.server.body import Body, Name, TokenLimit
+from cllm.server.body import Body, Name, TokenLimit, about
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -42,7 +42,7 @@ from cllm.server.dialects.openai.fields import (
 )
 from cllm.text.chat_format import Tool
 
-CallKind = Annotated[Literal["function"], Meta(description="Always `function`")]
+CallKind = Annotated[Literal["function"], about("Always `function`")]
 
 
 class ContentPart(msgspec.Struct, Body, kw_only=True):
@@ -50,16 +50,16 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
 
     type: Annotated[
         str,
-        Meta(
-            max_length=64,
-            description="`text`, `input_text`, `output_text`; of the assistant also `refusal`, `thinking` "
+        about(
+            "`text`, `input_text`, `output_text`; of the assistant also `refusal`, `thinking` "
             "and the like; others are refused in the last question",
-            examples=["text"],
+            "text",
+            max_length=64,
         ),
     ]
-    text: Annotated[str | None, Meta(description="The text of this part", examples=[QUESTION])] = None
-    refusal: Annotated[str | None, Meta(description="The text of a refusal", examples=["Rather not."])] = None
-    thinking: Annotated[JsonValue, Meta(description="Reasoning", examples=[REASONING])] = None
+    text: Annotated[str | None, about("The text of this part", QUESTION)] = None
+    refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
+    thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
 
     def check(self) -> None:
         if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
@@ -78,15 +78,12 @@ class ToolCallBody(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier assistant message."""
 
     id: CallId = None
-    type: Annotated[Name | None, Meta(description="Always `function`")] = "function"
-    function: Annotated[
-        CalledFunction, Meta(description="The tool and its arguments", examples=[{"name": "now"}])
-    ]
+    type: Annotated[Name | None, about("Always `function`")] = "function"
+    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
 
 
 ReasoningText = Annotated[
-    JsonValue,
-    Meta(description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]),
+    JsonValue, about("Reasoning of the assistant, for templates that repeat it", REASONING)
 ]
 
 
@@ -94,36 +91,29 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
     role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"],
-        Meta(description="The author"),
+        Literal["system", "developer", "user", "assistant", "tool", "function"], about("The author")
     ]
     content: Annotated[
         str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None,
-        Meta(
-            description="Text, or parts of text; the text of control tokens stays plain text",
-            examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
+        about(
+            "Text, or parts of text; the text of control tokens stays plain text",
+            QUESTION,
+            [{"type": "text", "text": QUESTION}],
         ),
     ] = None
-    name: Annotated[
-        Name | None, Meta(description="Of the author, for templates that use it", examples=["Ann"])
-    ] = None
+    name: Annotated[Name | None, about("Of the author, for templates that use it", "Ann")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(
-            description="Tool calls of an assistant message",
-            examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
+        about(
+            "Tool calls of an assistant message",
+            [{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
         ),
     ] = None
-    tool_call_id: Annotated[
-        str | None, Meta(description="The call that this answers", examples=["call_1"])
-    ] = None
+    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
     function_call: Annotated[
-        CalledFunction | None,
-        Meta(description="A call in OpenAI's older form", examples=[{"name": "now", "arguments": "{}"}]),
+        CalledFunction | None, about("A call in OpenAI's older form", {"name": "now", "arguments": "{}"})
     ] = None
-    refusal: Annotated[
-        str | None, Meta(description="In the place of the content", examples=["Rather not."])
-    ] = None
+    refusal: Annotated[str | None, about("In the place of the content", "Rather not.")] = None
     reasoning_content: ReasoningText = None
     reasoning: ReasoningText = None
     thinking: ReasoningText = None
@@ -154,12 +144,9 @@ class FunctionBody(msgspec.Struct, Body, kw_only=True):
     name: FunctionName
     description: ToolDescription = None
     parameters: Annotated[
-        dict[str, Any] | None,
-        Meta(description="JSON schema of its arguments; left out: it takes none", examples=[PARAMETERS]),
+        dict[str, Any] | None, about("JSON schema of its arguments; left out: it takes none", PARAMETERS)
     ] = None
-    strict: Annotated[
-        bool | None, Meta(description="Ignored: forced calls always match", examples=[True])
-    ] = None
+    strict: Annotated[bool | None, about("Ignored: forced calls always match", True)] = None
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.parameters or {})
@@ -167,7 +154,7 @@ class FunctionBody(msgspec.Struct, Body, kw_only=True):
 
 class ToolBody(msgspec.Struct, Body, kw_only=True):
     type: CallKind
-    function: Annotated[FunctionBody, Meta(description="The function", examples=[{"name": "now"}])]
+    function: Annotated[FunctionBody, about("The function", {"name": "now"})]
 
 
 class ChosenFunction(msgspec.Struct, Body, kw_only=True):
@@ -177,18 +164,18 @@ class ChosenFunction(msgspec.Struct, Body, kw_only=True):
 class ChosenTool(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="function"):
     """The tool that must be called."""
 
-    function: Annotated[ChosenFunction, Meta(description="Its name", examples=[{"name": "get_weather"}])]
+    function: Annotated[ChosenFunction, about("Its name", {"name": "get_weather"})]
 
 
 class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
-    mode: Annotated[Literal["auto", "required"], Meta(description="Whether one must be called")]
+    mode: Annotated[Literal["auto", "required"], about("Whether one must be called")]
     tools: Annotated[
         list[ChosenTool],
-        Meta(
+        about(
+            "Some of the tools",
+            [{"type": "function", "function": {"name": "now"}}],
             min_length=1,
             max_length=MAX_TOOLS,
-            description="Some of the tools",
-            examples=[[{"type": "function", "function": {"name": "now"}}]],
         ),
     ]
 
@@ -198,9 +185,9 @@ class AllowedChatTools(msgspec.Struct, Body, kw_only=True, tag_field="type", tag
 
     allowed_tools: Annotated[
         AllowedFunctions,
-        Meta(
-            description="Which tools, and whether one must be called",
-            examples=[{"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}],
+        about(
+            "Which tools, and whether one must be called",
+            {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]},
         ),
     ]
 
@@ -209,12 +196,7 @@ class ThinkingMode(msgspec.Struct, Body, kw_only=True):
     """Reasoning, as the APIs of some models switch it."""
 
     type: Annotated[
-        str,
-        Meta(
-            max_length=32,
-            description="`enabled` or `disabled`; others leave it to the template",
-            examples=["disabled"],
-        ),
+        str, about("`enabled` or `disabled`; others leave it to the template", "disabled", max_length=32)
     ]
     budget_tokens: ReasoningBudget = None
 
@@ -223,22 +205,22 @@ class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
     """Reasoning, as OpenRouter's clients ask for it."""
 
     effort: Effort = None
-    enabled: Annotated[bool | None, Meta(description="Reasoning, on or off", examples=[False])] = None
+    enabled: Annotated[bool | None, about("Reasoning, on or off", False)] = None
     max_tokens: ReasoningBudget = None
 
 
 class PredictedPart(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["text"], Meta(description="Always `text`")] = "text"
-    text: Annotated[str, Meta(description="The text", examples=["def add(a, b):"])]
+    type: Annotated[Literal["text"], about("Always `text`")] = "text"
+    text: Annotated[str, about("The text", "def add(a, b):")]
 
 
 class Prediction(msgspec.Struct, Body, kw_only=True):
     """What most of the answer is expected to be, such as a file that is edited."""
 
-    type: Annotated[Literal["content"], Meta(description="Always `content`")] = "content"
+    type: Annotated[Literal["content"], about("Always `content`")] = "content"
     content: Annotated[
         str | Annotated[list[PredictedPart], Meta(max_length=MAX_PROMPTS)],
-        Meta(description="Text, or parts of text", examples=["def add(a, b):"]),
+        about("Text, or parts of text", "def add(a, b):"),
     ]
 
 
@@ -250,74 +232,69 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
     messages: Annotated[
         list[MessageBody],
-        Meta(
+        about(
+            "The conversation; an assistant message at its end is continued",
+            MESSAGES,
             min_length=1,
             max_length=MAX_MESSAGES,
-            description="The conversation; an assistant message at its end is continued",
-            examples=[MESSAGES],
         ),
     ]
     tools: Annotated[
         Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(
-            description="Functions the model may call",
-            examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
+        about(
+            "Functions the model may call",
+            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
         ),
     ] = None
-    tool_choice: Annotated[ToolMode | ChosenTool | AllowedChatTools, Meta(description=TOOL_CHOICE)] = "auto"
-    parallel_tool_calls: Annotated[bool, Meta(description="Allow several calls in one answer")] = True
+    tool_choice: Annotated[ToolMode | ChosenTool | AllowedChatTools, about(TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
     functions: Annotated[
         Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None,
-        Meta(
-            description="`tools` in OpenAI's older form; the answer then has a `function_call`",
-            examples=[[{"name": "now", "description": "The time"}]],
+        about(
+            "`tools` in OpenAI's older form; the answer then has a `function_call`",
+            [{"name": "now", "description": "The time"}],
         ),
     ] = None
     function_call: Annotated[
         Literal["none", "auto"] | ChosenFunction | None,
-        Meta(description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]),
+        about("`tool_choice` for `functions`", "auto", {"name": "now"}),
     ] = None
     chat_template_kwargs: TemplateOptions = None
     reasoning_format: Annotated[
         Literal["auto", "deepseek", "deepseek-legacy", "none"],
-        Meta(description="`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+        about("`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
     ] = "auto"
     continue_final_message: Annotated[
         bool | Literal["content", "reasoning_content"] | None,
-        Meta(
-            description="`false`: an assistant message at the end is history, not continued", examples=[True]
-        ),
+        about("`false`: an assistant message at the end is history, not continued", True),
     ] = None
     # How much the model reasons, in the words of several APIs; the first that is given decides.
     reasoning_effort: Effort = None
-    enable_thinking: Annotated[bool | None, Meta(description="Reasoning, on or off", examples=[False])] = None
-    thinking: Annotated[
-        bool | ThinkingMode | None, Meta(description="Reasoning, on or off", examples=[{"type": "disabled"}])
-    ] = None
-    reasoning: Annotated[
-        ReasoningOptions | None, Meta(description="How much to reason", examples=[{"effort": "low"}])
-    ] = None
+    enable_thinking: Annotated[bool | None, about("Reasoning, on or off", False)] = None
+    thinking: Annotated[bool | ThinkingMode | None, about("Reasoning, on or off", {"type": "disabled"})] = (
+        None
+    )
+    reasoning: Annotated[ReasoningOptions | None, about("How much to reason", {"effort": "low"})] = None
     thinking_budget: ReasoningBudget = None
     reasoning_budget: ReasoningBudget = None
     prediction: Annotated[
         Prediction | None,
-        Meta(
-            description="What most of the answer will repeat: then it is generated faster",
-            examples=[{"type": "content", "content": "def add(a, b):"}],
+        about(
+            "What most of the answer will repeat: then it is generated faster",
+            {"type": "content", "content": "def add(a, b):"},
         ),
     ] = None
     max_tokens: Annotated[
         TokenLimit | None,
-        Meta(
-            description="Maximum tokens to generate (also `max_completion_tokens`, `n_predict`); "
+        about(
+            "Maximum tokens to generate (also `max_completion_tokens`, `n_predict`); "
             "null or -1: as many as fit",
-            examples=[64],
+            64,
         ),
     ] = None
-    logprobs: Annotated[bool, Meta(description="Return log-probabilities of the sampled tokens")] = False
+    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
     top_logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="And of this many most likely tokens; needs `logprobs`", examples=[2]),
+        TopLogprobs | None, about("And of this many most likely tokens; needs `logprobs`", 2)
     ] = None
 
     @classmethod

@@ -18,7 +18,7 @@ from cllm.frontend.async_calls import merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
-from cllm.server.body import TokenId, TokenLimit
+from cllm.server.body import TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.openai.dialect import openai
 from cllm.server.dialects.openai.fields import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
@@ -43,32 +43,24 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     prompt: Annotated[
         str
         | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
-        Meta(
-            description="A text, texts, token ids, or lists of token ids",
-            examples=["Once upon a time", [1, 2, 3]],
-        ),
+        about("A text, texts, token ids, or lists of token ids", "Once upon a time", [1, 2, 3]),
     ]
     suffix: Annotated[
         str | None,
-        Meta(
-            description="The text after the answer; needs a model with fill-in-the-middle tokens",
-            examples=[" The end."],
-        ),
+        about("The text after the answer; needs a model with fill-in-the-middle tokens", " The end."),
     ] = None
     max_tokens: Annotated[
-        TokenLimit | None,
-        Meta(description="Maximum number of tokens to generate; null or -1: as many as fit; 0: none"),
+        TokenLimit | None, about("Maximum number of tokens to generate; null or -1: as many as fit; 0: none")
     ] = 16
     best_of: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
-        Meta(description="Generate this many answers and return the best n", examples=[4]),
+        about("Generate this many answers and return the best n", 4),
     ] = None
     logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Log-probabilities of each token and of this many more", examples=[2]),
+        TopLogprobs | None, about("Log-probabilities of each token and of this many more", 2)
     ] = None
     echo: Annotated[
-        bool, Meta(description="Repeat the prompt before the answer, with `logprobs` of its tokens, too")
+        bool, about("Repeat the prompt before the answer, with `logprobs` of its tokens, too")
     ] = False
 
     def check(self) -> None:

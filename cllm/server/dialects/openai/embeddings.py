@@ -19,7 +19,7 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
-from cllm.server.body import Body, ModelName, Name, TokenId
+from cllm.server.body import Body, ModelName, Name, TokenId, about
 from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm.dialect import cllm
 from cllm.server.dialects.llama_server.dialect import llama_server
@@ -43,7 +43,7 @@ class EmbeddingsDialect(OpenAIDialect):
 
 
 embeddings = EmbeddingsDialect()
-User = Annotated[Name | None, Meta(description="Ignored", examples=["ann"])]
+User = Annotated[Name | None, about("Ignored", "ann")]
 InputText = Annotated[str, Meta(min_length=1)]
 InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
@@ -51,18 +51,17 @@ InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_
 class InputPart(msgspec.Struct, Body, kw_only=True):
     """A part of an input."""
 
-    type: Annotated[Literal["text"], Meta(description="Always `text`: the model accepts text only")] = "text"
-    text: Annotated[str, Meta(description="The text of this part", examples=["The cat sat."])]
+    type: Annotated[Literal["text"], about("Always `text`: the model accepts text only")] = "text"
+    text: Annotated[str, about("The text of this part", "The cat sat.")]
 
 
 class InputObject(msgspec.Struct, Body, kw_only=True):
     """An input in an object, as llama-server takes it."""
 
     content: Annotated[
-        InputText | list[InputPart] | None,
-        Meta(description="Text, or parts of text", examples=["The cat sat."]),
+        InputText | list[InputPart] | None, about("Text, or parts of text", "The cat sat.")
     ] = None
-    prompt_string: Annotated[InputText | None, Meta(description="Text", examples=["The cat sat."])] = None
+    prompt_string: Annotated[InputText | None, about("Text", "The cat sat.")] = None
 
     @property
     def text(self) -> str:
@@ -76,9 +75,10 @@ Input = Annotated[
     InputText
     | InputObject
     | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
-    Meta(
-        description=f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
-        examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
+    about(
+        f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
+        "The cat sat.",
+        ["The cat sat.", "A feline rested."],
     ),
 ]
 
@@ -117,15 +117,11 @@ class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
     user: User = None
     input: Input
     encoding_format: Annotated[
-        Literal["float", "base64"],
-        Meta(description="`float`: numbers; `base64`: little-endian 32-bit floats"),
+        Literal["float", "base64"], about("`float`: numbers; `base64`: little-endian 32-bit floats")
     ] = "float"
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Keep only the first dimensions of an embedding, scaled to length 1 again",
-            examples=[64],
-        ),
+        about("Keep only the first dimensions of an embedding, scaled to length 1 again", 64),
     ] = None
 
     def check(self) -> None:
@@ -142,10 +138,8 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
     content: Input
     embd_normalize: Annotated[
         int,
-        Meta(
-            ge=-1,
-            le=64,
-            description="Norm: -1 none, 0 largest element is 32760, 1 taxicab, 2 Euclidean, above p-norm",
+        about(
+            "Norm: -1 none, 0 largest element is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64
         ),
     ] = 2
 
@@ -154,7 +148,7 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
 
 
 class DocumentBody(msgspec.Struct, Body, kw_only=True):
-    text: Annotated[InputText, Meta(description="The text to rank", examples=["It is a bear."])]
+    text: Annotated[InputText, about("The text to rank", "It is a bear.")]
 
 
 Documents = Annotated[tuple[InputText | DocumentBody, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -168,30 +162,23 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
 
     model: ModelName = None
     user: User = None
-    query: Annotated[
-        InputText,
-        Meta(description="The query that documents are ranked for", examples=["What is a panda?"]),
-    ]
+    query: Annotated[InputText, about("The query that documents are ranked for", "What is a panda?")]
     documents: Annotated[
         Documents,
-        Meta(
-            description=f'Texts, or objects with a "text"; at most {MAX_INPUTS}',
-            examples=[["It is a bear.", {"text": "hi"}]],
-        ),
+        about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
     ]
     texts: Annotated[
         Documents | None,
-        Meta(
-            description="`documents` as text-embeddings-inference names them; the answer is then its list",
-            examples=[["It is a bear.", "hi"]],
+        about(
+            "`documents` as text-embeddings-inference names them; the answer is then its list",
+            ["It is a bear.", "hi"],
         ),
     ] = None
     top_n: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Return only the best documents; none: all", examples=[1]),
+        Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
     ] = None
-    return_documents: Annotated[bool, Meta(description="Return each document beside its score")] = False
-    return_text: Annotated[bool, Meta(description="The same for `texts`")] = False
+    return_documents: Annotated[bool, about("Return each document beside its score")] = False
+    return_text: Annotated[bool, about("The same for `texts`")] = False
 
     @property
     def plain_texts(self) -> tuple[str, ...]:
@@ -206,15 +193,11 @@ class ScoreBody(msgspec.Struct, Body, kw_only=True):
     model: ModelName = None
     user: User = None
     text_1: Annotated[
-        InputText | InputTexts,
-        Meta(description="One text, or as many as `text_2` has", examples=["What is a panda?"]),
+        InputText | InputTexts, about("One text, or as many as `text_2` has", "What is a panda?")
     ]
     text_2: Annotated[
         InputText | InputTexts,
-        Meta(
-            description=f"The texts to score against `text_1`; at most {MAX_INPUTS}",
-            examples=[["It is a bear.", "hi"]],
-        ),
+        about(f"The texts to score against `text_1`; at most {MAX_INPUTS}", ["It is a bear.", "hi"]),
     ]
 
     def check(self) -> None:
@@ -427,8 +410,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
         )
     if body.dimensions is not None and body.dimensions > length:
         raise InvalidRequest(
-            f"dimensions is {body.dimensions}, but this model's embeddings have {length}",
-            field="dimensions",
+            f"dimensions is {body.dimensions}, but this model's embeddings have {length}", field="dimensions"
         )
     found = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
     if found is None:
@@ -437,8 +419,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
     as_text = body.encoding_format == "base64"
     entries = await encode_entries(
         Embedding(
-            index=index,
-            embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
+            index=index, embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist()
         )
         for index, array in enumerate(arrays)
     )
@@ -482,11 +463,7 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
             [RankedInList(index, scores[index], text) for index, text in zip(best, shown, strict=True)]
         )
     results = [
-        Ranked(
-            index,
-            scores[index],
-            RankedText(texts[index]) if body.return_documents else msgspec.UNSET,
-        )
+        Ranked(index, scores[index], RankedText(texts[index]) if body.return_documents else msgspec.UNSET)
         for index in best
     ]
     model = model_name(engine, body.model)

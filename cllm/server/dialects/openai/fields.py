@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, about
 from cllm.server.generation import GenerationBody, RepeatNames
 
 log = logging.getLogger(__name__)
@@ -25,48 +25,37 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
 
 FunctionName = Annotated[
-    str,
-    Meta(
-        pattern=FUNCTION_NAME,
-        description="Letters, digits, `_`, `-` and `.`, at most 256",
-        examples=["get_weather"],
-    ),
+    str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
 ]
 # In the history: as a client has it, whatever it is.
-CalledName = Annotated[str, Meta(description="The tool that was called", examples=["get_weather"])]
-CallId = Annotated[str | None, Meta(description="The id from the response", examples=["call_1"])]
+CalledName = Annotated[str, about("The tool that was called", "get_weather")]
+CallId = Annotated[str | None, about("The id from the response", "call_1")]
 Arguments = Annotated[
     Any,
-    Meta(
-        description="Its arguments, as JSON text or as an object",
-        examples=["{}"],
+    about(
+        "Its arguments, as JSON text or as an object",
+        "{}",
         extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
     ),
 ]
 """Read by `write_arguments`."""
 JsonValue = Annotated[
-    Any,
-    Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]}),
+    Any, Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]})
 ]
 ToolMode = Literal["none", "auto", "required", "any"]
 TemplateOptions = Annotated[
     Annotated[dict[str, Any], Meta(max_length=32)] | None,
-    Meta(description="Variables for the chat template", examples=[{"enable_thinking": False}]),
+    about("Variables for the chat template", {"enable_thinking": False}),
 ]
 ToolDescription = Annotated[
-    str | None,
-    Meta(
-        description="What the tool does and when to call it, for the model",
-        examples=["The weather in a city, now"],
-    ),
+    str | None, about("What the tool does and when to call it, for the model", "The weather in a city, now")
 ]
 ReasoningBudget = Annotated[
-    Annotated[int, Meta(ge=-1)] | None,
-    Meta(description="Tokens of reasoning; 0: none, -1: no limit", examples=[1024]),
+    Annotated[int, Meta(ge=-1)] | None, about("Tokens of reasoning; 0: none, -1: no limit", 1024)
 ]
 Effort = Annotated[
     Annotated[str, Meta(max_length=32)] | None,
-    Meta(description="A variable for the chat template; `none` switches reasoning off", examples=["low"]),
+    about("A variable for the chat template; `none` switches reasoning off", "low"),
 ]
 Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
@@ -108,11 +97,8 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     ALIASES = {"repetition_penalty": RepeatNames}
 
     model: ModelName = None
-    user: Annotated[Name | None, Meta(description="Ignored", examples=["ann"])] = None
-    stop: Annotated[
-        Stops | None,
-        Meta(description="Texts that end the answer and are not part of it", examples=[["\n\n"]]),
-    ] = None
+    user: Annotated[Name | None, about("Ignored", "ann")] = None
+    stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -122,14 +108,9 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
 class SchemaFormat(msgspec.Struct, Body, kw_only=True):
     """A JSON schema with a name."""
 
-    name: Annotated[Name, Meta(description="Ignored")] = "answer"
-    schema: Annotated[
-        dict[str, Any],
-        Meta(description="The JSON schema that the answer validates against", examples=[SCHEMA]),
-    ]
-    strict: Annotated[
-        bool | None, Meta(description="Ignored: the answer always validates", examples=[True])
-    ] = None
+    name: Annotated[Name, about("Ignored")] = "answer"
+    schema: Annotated[dict[str, Any], about("The JSON schema that the answer validates against", SCHEMA)]
+    strict: Annotated[bool | None, about("Ignored: the answer always validates", True)] = None
 
 
 class ResponseFormat(msgspec.Struct, Body, kw_only=True):
@@ -137,19 +118,17 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"],
-        Meta(description="`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
+        about("`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
     ]
     json_schema: Annotated[
         SchemaFormat | None,
-        Meta(
-            description="The schema; required by the type `json_schema`",
-            examples=[{"name": "answer", "schema": {"type": "object"}}],
+        about(
+            "The schema; required by the type `json_schema`", {"name": "answer", "schema": {"type": "object"}}
         ),
     ] = None
-    schema: Annotated[
-        dict[str, Any] | None,
-        Meta(description="The schema of a `json_object`", examples=[{"type": "object"}]),
-    ] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", {"type": "object"})] = (
+        None
+    )
 
     def check(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -159,7 +138,7 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
 class StreamOptions(msgspec.Struct, Body, kw_only=True):
     """What a stream sends beside the answer."""
 
-    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage")] = False
+    include_usage: Annotated[bool, about("Send a last chunk with the usage")] = False
 
 
 class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
@@ -168,30 +147,20 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
     form = "response_format"
 
     n: Annotated[
-        int,
-        Meta(ge=1, le=MAX_CHOICES, description="How many answers to generate; the prompt is computed once"),
+        int, about("How many answers to generate; the prompt is computed once", ge=1, le=MAX_CHOICES)
     ] = 1
     response_format: Annotated[
-        ResponseFormat | None,
-        Meta(description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]),
+        ResponseFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
     ] = None
-    stream: Annotated[bool, Meta(description="Send server-sent events, with `data: [DONE]` at the end")] = (
-        False
-    )
+    stream: Annotated[bool, about("Send server-sent events, with `data: [DONE]` at the end")] = False
     stream_options: Annotated[
-        StreamOptions | None,
-        Meta(description="What a stream sends beside the answer", examples=[{"include_usage": True}]),
+        StreamOptions | None, about("What a stream sends beside the answer", {"include_usage": True})
     ] = None
-    timings_per_token: Annotated[bool, Meta(description="Give llama-server's `timings` in every event")] = (
-        False
-    )
-    return_progress: Annotated[bool, Meta(description="Send events while the prompt is computed")] = False
-    verbose: Annotated[
-        bool, Meta(description="Give `__verbose`, what llama-server's `/completion` would say")
-    ] = False
+    timings_per_token: Annotated[bool, about("Give llama-server's `timings` in every event")] = False
+    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
+    verbose: Annotated[bool, about("Give `__verbose`, what llama-server's `/completion` would say")] = False
     prompt_logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Score the prompt's tokens, and this many likely ones", examples=[1]),
+        TopLogprobs | None, about("Score the prompt's tokens, and this many likely ones", 1)
     ] = None
 
     def form_schema(self) -> dict[str, Any] | None:

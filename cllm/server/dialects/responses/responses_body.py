@@ -22,7 +22,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.errors import InvalidRequest
-from cllm.server.body import Body, Name, TokenLimit
+from cllm.server.body import Body, Name, TokenLimit, about
 from cllm.server.dialects.openai.chat_body import ContentPart, FunctionBody
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
@@ -60,10 +60,9 @@ _FIELDS = {  # of an item, by its kind; items of other kinds say nothing here
 class ResponseTool(FunctionBody, kw_only=True):
     """A function, or a custom tool: its argument is a text, the model sees a function with one `input`."""
 
-    type: Annotated[Literal["function", "custom"], Meta(description="The kind of tool")]
+    type: Annotated[Literal["function", "custom"], about("The kind of tool")]
     format: Annotated[
-        dict[str, Any] | None,
-        Meta(description="A grammar in it is shown to the model, not enforced", examples=[{"type": "text"}]),
+        dict[str, Any] | None, about("A grammar in it is shown to the model, not enforced", {"type": "text"})
     ] = None
 
     def tool(self) -> Tool:
@@ -96,41 +95,35 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
     type: Annotated[
         str | None,
-        Meta(
-            description="`message`, the default; `reasoning`, `…_call`, `…_call_output`; else it is skipped",
-            examples=["message"],
+        about(
+            "`message`, the default; `reasoning`, `…_call`, `…_call_output`; else it is skipped", "message"
         ),
     ] = None
     role: Annotated[
-        Literal["system", "developer", "user", "assistant"] | None,
-        Meta(description="The author of a message", examples=["user"]),
+        Literal["system", "developer", "user", "assistant"] | None, about("The author of a message", "user")
     ] = None
     content: Annotated[
         str | Parts | None,
-        Meta(
-            description="Text, or parts of text; the text of control tokens stays plain text",
-            examples=[QUESTION, [{"type": "input_text", "text": QUESTION}]],
+        about(
+            "Text, or parts of text; the text of control tokens stays plain text",
+            QUESTION,
+            [{"type": "input_text", "text": QUESTION}],
         ),
     ] = None
     summary: Annotated[
         Parts | None,
-        Meta(
-            description="Of reasoning, used where there is no `content`",
-            examples=[[{"type": "summary_text", "text": REASONING}]],
+        about(
+            "Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": REASONING}]
         ),
     ] = None
-    call_id: Annotated[
-        str | None, Meta(description="The id of a call, from the response", examples=["call_1"])
-    ] = None
-    name: Annotated[str | None, Meta(description="The tool that was called", examples=["get_weather"])] = None
+    call_id: Annotated[str | None, about("The id of a call, from the response", "call_1")] = None
+    name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
     arguments: Arguments = None
-    input: Annotated[JsonValue, Meta(description="The argument of a custom tool", examples=["ls"])] = None
-    action: Annotated[
-        JsonValue, Meta(description="What another tool did", examples=[{"command": ["ls"]}])
-    ] = None
+    input: Annotated[JsonValue, about("The argument of a custom tool", "ls")] = None
+    action: Annotated[JsonValue, about("What another tool did", {"command": ["ls"]})] = None
     output: Annotated[
         str | Parts | dict[str, Any] | None,
-        Meta(description="The result of a call: text, or parts of text", examples=["12 degrees, rain"]),
+        about("The result of a call: text, or parts of text", "12 degrees, rain"),
     ] = None
 
     @classmethod
@@ -206,7 +199,7 @@ def take_items(value: Any) -> Any:
 
 
 class NamedTool(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["function", "custom"], Meta(description="The kind of tool")]
+    type: Annotated[Literal["function", "custom"], about("The kind of tool")]
     name: FunctionName
 
 
@@ -215,16 +208,15 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
 
     type: Annotated[
         Literal["function", "custom", "allowed_tools"],
-        Meta(description="`allowed_tools`: only these may be called; else: this one must be called"),
+        about("`allowed_tools`: only these may be called; else: this one must be called"),
     ]
-    name: Annotated[FunctionName | None, Meta(description="One of the tools", examples=["now"])] = None
+    name: Annotated[FunctionName | None, about("One of the tools", "now")] = None
     mode: Annotated[
-        Literal["auto", "required"] | None,
-        Meta(description="Whether one of the allowed tools must be called", examples=["auto"]),
+        Literal["auto", "required"] | None, about("Whether one of the allowed tools must be called", "auto")
     ] = None
     tools: Annotated[
         Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
-        Meta(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]]),
+        about("Some of the tools", [{"type": "function", "name": "get_weather"}]),
     ] = None
 
     @classmethod
@@ -238,17 +230,11 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"], Meta(description="The format of the answer")
-    ]
-    name: Annotated[Name | None, Meta(description="Of the schema; ignored", examples=["answer"])] = None
-    description: Annotated[str | None, Meta(description="Ignored", examples=["An age"])] = None
-    schema: Annotated[
-        dict[str, Any] | None, Meta(description="The schema that the answer matches", examples=[SCHEMA])
-    ] = None
-    strict: Annotated[
-        bool | None, Meta(description="Ignored: the schema always applies", examples=[True])
-    ] = None
+    type: Annotated[Literal["text", "json_object", "json_schema"], about("The format of the answer")]
+    name: Annotated[Name | None, about("Of the schema; ignored", "answer")] = None
+    description: Annotated[str | None, about("Ignored", "An age")] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema that the answer matches", SCHEMA)] = None
+    strict: Annotated[bool | None, about("Ignored: the schema always applies", True)] = None
 
     def check(self) -> None:
         if (self.type == "json_schema") != (self.schema is not None):
@@ -257,19 +243,16 @@ class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
 class TextBody(msgspec.Struct, Body, kw_only=True):
     format: Annotated[
-        TextFormat | None,
-        Meta(description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]),
+        TextFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
     ] = None
-    verbosity: Annotated[
-        Literal["low", "medium", "high"] | None, Meta(description="Ignored", examples=["low"])
-    ] = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, about("Ignored", "low")] = None
 
 
 class ReasoningBody(msgspec.Struct, Body, kw_only=True):
     effort: Effort = None
     summary: Annotated[
         Annotated[str, Meta(max_length=32)] | None,
-        Meta(description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]),
+        about("Ignored: reasoning is returned in full, not summarised", "auto"),
     ] = None
 
 
@@ -285,69 +268,54 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     input: Annotated[
         Annotated[str, Meta(min_length=1)] | Items,
-        Meta(
-            description="A question, or items: messages, function calls and their outputs, reasoning",
-            examples=[QUESTION, MESSAGES],
+        about(
+            "A question, or items: messages, function calls and their outputs, reasoning", QUESTION, MESSAGES
         ),
     ]
     instructions: Annotated[
-        str | Items | None,
-        Meta(description="A system message before the input, or items", examples=["Be brief."]),
+        str | Items | None, about("A system message before the input, or items", "Be brief.")
     ] = None
     tools: Annotated[
         tuple[ResponseTool, ...],
-        Meta(
-            max_length=MAX_TOOLS,
-            description="Functions the model may call",
-            examples=[[{"type": "function", "name": "now"}]],
-        ),
+        about("Functions the model may call", [{"type": "function", "name": "now"}], max_length=MAX_TOOLS),
     ] = ()
-    tool_choice: Annotated[ToolMode | ResponseToolChoice, Meta(description=TOOL_CHOICE)] = "auto"
-    parallel_tool_calls: Annotated[bool, Meta(description="Allow several calls in one answer")] = True
+    tool_choice: Annotated[ToolMode | ResponseToolChoice, about(TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
     text: Annotated[
-        TextBody | None,
-        Meta(description="The format of the answer", examples=[{"format": {"type": "json_object"}}]),
+        TextBody | None, about("The format of the answer", {"format": {"type": "json_object"}})
     ] = None
-    reasoning: Annotated[
-        ReasoningBody | None, Meta(description="How much to reason", examples=[{"effort": "low"}])
-    ] = None
+    reasoning: Annotated[ReasoningBody | None, about("How much to reason", {"effort": "low"})] = None
     max_output_tokens: Annotated[
-        TokenLimit | None,
-        Meta(description="Maximum tokens, reasoning included; null or -1: as many as fit", examples=[64]),
+        TokenLimit | None, about("Maximum tokens, reasoning included; null or -1: as many as fit", 64)
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Log-probabilities of this many most likely tokens", examples=[2]),
+        TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
     ] = None
     include: Annotated[
         Annotated[tuple[Name, ...], Meta(max_length=32)] | None,
-        Meta(description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]),
+        about(f"`{LOGPROBS}` is honoured, anything else ignored", [LOGPROBS]),
     ] = None
-    stream: Annotated[bool, Meta(description="Answer as server-sent events")] = False
+    stream: Annotated[bool, about("Answer as server-sent events")] = False
     store: Annotated[
-        bool, Meta(description="Keep the response for `previous_response_id`, while there is room for it")
+        bool, about("Keep the response for `previous_response_id`, while there is room for it")
     ] = True
     metadata: Annotated[
         Annotated[Metadata, Meta(max_length=16)] | None,
-        Meta(description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}]),
+        about("Returned unchanged: up to 16 texts", {"order": "17"}),
     ] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
-        Meta(description="Nothing is truncated: input that does not fit is refused", examples=["disabled"]),
+        about("Nothing is truncated: input that does not fit is refused", "disabled"),
     ] = None
     chat_template_kwargs: TemplateOptions = None
     previous_response_id: Annotated[
-        Name | None,
-        Meta(description="A stored response, whose conversation is continued", examples=[None]),
+        Name | None, about("A stored response, whose conversation is continued", None)
     ] = None
     conversation: Annotated[
-        Name | dict[str, Any] | None,
-        Meta(description="Refused: no conversations are stored", examples=[None]),
+        Name | dict[str, Any] | None, about("Refused: no conversations are stored", None)
     ] = None
-    prompt: Annotated[
-        dict[str, Any] | None, Meta(description="Refused: no prompts are stored", examples=[None])
-    ] = None
-    background: Annotated[bool | None, Meta(description="Refused if true", examples=[False])] = None
+    prompt: Annotated[dict[str, Any] | None, about("Refused: no prompts are stored", None)] = None
+    background: Annotated[bool | None, about("Refused if true", False)] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
