@@ -17,7 +17,7 @@ from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import count_tokens, open_chat
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.dialect import StructResponse
-from cllm.server.dialects.anthropic.dialect import anthropic
+from cllm.server.dialects.anthropic import anthropic
 from cllm.server.dialects.anthropic.messages_body import CountBody, MessagesBody
 from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.folding import parse_object

@@ -19,7 +19,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.served_model import ModelState, ModelStatus
 from cllm.server.body import Body, about
 from cllm.server.dialect import StructResponse, respond
-from cllm.server.dialects.cllm.dialect import operation
+from cllm.server.dialects.cllm import operation
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
 from cllm.server.submit import find_model, get_registry, use_engine

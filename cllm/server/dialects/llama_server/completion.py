@@ -19,9 +19,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Pieces, RenderChat, SpellTokens, Text
 from cllm.server.dialect import COMMENT, StructResponse, encode
-from cllm.server.dialects.llama_server import answers
+from cllm.server.dialects.llama_server import answers, llama_server
 from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
-from cllm.server.dialects.llama_server.dialect import llama_server
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import make_request, prepare
 from cllm.server.timings import PromptProgress, get_timings

@@ -21,12 +21,11 @@ from cllm.models.files import parse_file_type
 from cllm.names import is_name
 from cllm.server.dialect import StructResponse, encode
 from cllm.server.dialects.cllm import admin
-from cllm.server.dialects.llama_server import answers, bodies
+from cllm.server.dialects.llama_server import answers, bodies, llama_server
 from cllm.server.dialects.llama_server.completion import complete, spell
-from cllm.server.dialects.llama_server.dialect import llama_server
+from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.chat import chat
 from cllm.server.dialects.openai.chat_body import ChatBody
-from cllm.server.dialects.openai.dialect import openai
 from cllm.server.dialects.openai.models import models
 from cllm.server.submit import check_tokens, find_model, get_registry, use_engine
 from cllm.server.submit import tokenize as tokenize_pieces

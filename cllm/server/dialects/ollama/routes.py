@@ -20,8 +20,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.server.dialect import NDJSON, StructResponse, encode_line
-from cllm.server.dialects.ollama import answers, bodies
-from cllm.server.dialects.ollama.dialect import ollama
+from cllm.server.dialects.ollama import answers, bodies, ollama
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
 from cllm.server.dialects.openai.fields import list_stops

@@ -12,8 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, SetupError
 from cllm.models.reference import HubReference, parse_hub
 from cllm.server.dialect import NDJSON, StructResponse, encode_line
-from cllm.server.dialects.ollama import answers, bodies
-from cllm.server.dialects.ollama.dialect import ollama
+from cllm.server.dialects.ollama import answers, bodies, ollama
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")

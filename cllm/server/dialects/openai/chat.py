@@ -17,6 +17,7 @@ from cllm.chat.reply import BlockDelta, BlockEvent, BlockKind, BlockStart, ChatR
 from cllm.chat.session import ChatSession, open_chat
 from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.llama_server.completion import make_verbose, watch_prompt
+from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.chat_body import ChatBody
 from cllm.server.dialects.openai.completions import (
     CompletionUsage,
@@ -25,7 +26,6 @@ from cllm.server.dialects.openai.completions import (
     make_prompt_logprobs,
     make_usage,
 )
-from cllm.server.dialects.openai.dialect import openai
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import make_request, model_name, use_engine
 from cllm.server.timings import TimedResponse, Timings, get_timings, make_timings

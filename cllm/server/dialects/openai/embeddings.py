@@ -21,9 +21,9 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
 from cllm.server.body import Body, ModelName, Name, TokenId, about
 from cllm.server.dialect import StructResponse
-from cllm.server.dialects.cllm.dialect import cllm
-from cllm.server.dialects.llama_server.dialect import llama_server
-from cllm.server.dialects.openai.dialect import OpenAIDialect
+from cllm.server.dialects.cllm import cllm
+from cllm.server.dialects.llama_server import llama_server
+from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector

@@ -13,7 +13,7 @@ from cllm.errors import EngineNotReady
 from cllm.frontend.served_model import ServedModel
 from cllm.models.files import parse_file_type
 from cllm.server.dialect import StructResponse
-from cllm.server.dialects.openai.dialect import openai
+from cllm.server.dialects.openai import openai
 from cllm.server.submit import find_model, get_registry
 from cllm.types import Limits, ModelInfo, Pooling
 

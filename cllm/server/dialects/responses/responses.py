@@ -20,7 +20,7 @@ from cllm.server.dialect import JSON, StructResponse
 from cllm.server.dialects.llama_server.answers import InputTokens
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.openai.chat_body import drop_nulls
-from cllm.server.dialects.responses.dialect import llama_responses, responses
+from cllm.server.dialects.responses import llama_responses, responses
 from cllm.server.dialects.responses.responses_body import ResponseItem, ResponsesBody
 from cllm.server.dialects.responses.store import NOT_STORED, ResponseStore, StoredResponse
 from cllm.server.submit import make_request, model_name, use_engine
