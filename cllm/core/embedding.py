@@ -71,6 +71,9 @@ class EmbeddingScheduler:
 
     # What comes in ---------------------------------------------------------------------------------
 
+    def accepts(self, request: Request) -> bool:
+        return bool(request.embed) or not self.runner.info.generates
+
     def add(self, request: Request) -> None:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
         assert request.id not in self._jobs, f"request {request.id} is here already"
@@ -224,7 +227,7 @@ class EmbeddingScheduler:
     # Leaving ---------------------------------------------------------------------------------------
 
     def _fail(self, job: EmbeddingJob, error: CllmError) -> None:
-        self._finish(job, FinishReason.ERROR, Failure(error.code, error.message))
+        self._finish(job, FinishReason.ERROR, Failure.of(error))
 
     def _finish(self, job: EmbeddingJob, reason: FinishReason, error: Failure | None = None) -> None:
         """The one way out: one terminal output."""

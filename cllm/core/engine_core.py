@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -17,14 +18,15 @@ from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
-from cllm.core.kv_cache.host_cache import MIB, HostKVCache
+from cllm.core.kv_cache.tiers import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import Sequence, State
+from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
-from cllm.core.step_interrupt import StepInterrupt
+from cllm.core.step_groups import GroupTurns, StepGroup
 from cllm.errors import EngineDied, IntegrityError
 from cllm.messages import (
     Cancel,
@@ -43,6 +45,53 @@ from cllm.messages import (
 )
 from cllm.types import SlotInfo, Snapshot
 
+
+class StepInterrupt:
+    """Ends the running step early when a request whose prefill is in it is cancelled, from any thread.
+
+    Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
+    two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
+    takes at most every second step from its neighbours. Recurrent models are left alone: a step that breaks
+    off would cost all slots their states.
+    """
+
+    MIN_ROW_TOKENS = TILE // 2
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._members: frozenset[str | None] = frozenset()  # requests whose cancel ends the running step
+        self._interrupted = False  # the last step was ended early
+        self.count = 0
+
+    @contextmanager
+    def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
+        """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
+        members: frozenset[str | None] = frozenset()
+        spared = self._runner.info.recurrent or (self._interrupted and len(batch.rows) > 1)
+        if batch.kind is BatchKind.GENERATE and not spared:
+            long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
+            members = frozenset(map(pool.holder, long_rows))
+        self._interrupted = False
+        with self._lock:
+            self._runner.interrupt(False)
+            self._members = members
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._members = frozenset()
+
+    def cancelled(self, request_id: str | None) -> None:
+        """A request (None: all) will be cancelled as soon as this step is over: end it now."""
+        with self._lock:
+            if self._members and (request_id is None or request_id in self._members):
+                self._members = frozenset()
+                self._interrupted = True
+                self.count += 1
+                self._runner.interrupt(True)
+
+
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +100,6 @@ class EngineCore:
 
     _snapshots = 0  # taken so far
     _collected: float | None = None  # when the last result came, unless idle since
-    _embedded_last = False  # the last step was one of embeddings
     _ahead: tuple[Batch, StepResult | None] | None = None  # a batch that is submitted, or failed so
 
     def __init__(
@@ -105,6 +153,8 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
+        self.groups: tuple[StepGroup, ...] = (self.scheduler, self.embedding)
+        self._group_turns = GroupTurns(self.groups)
         self._turns = None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
@@ -144,12 +194,12 @@ class EngineCore:
         finally:
             self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
-            self.scheduler.fail_all(ended)
-            self.embedding.fail_all(ended)
+            for group in self.groups:
+                group.fail_all(ended)
             self.preparation.close()
 
     def step(self, *, follow: bool = False) -> None:
-        """One step, of generation or of embeddings: schedule, submit, collect, update.
+        """One step of the group whose turn it is: schedule, submit, collect, update.
 
         With `follow` the batch after it may be submitted before its own result is processed; then nothing but
         the next step may come in between.
@@ -158,33 +208,31 @@ class EngineCore:
         # What lies between two steps (reporting the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
-        # Where both have work they alternate: at most one batch of embeddings between two decode steps.
-        both = self.embedding.has_work and self.scheduler.has_work
         contended = self._turns is not None and self._turns.contended
-        for budget in (self.scheduler.budget, self.embedding.budget):
-            budget.alternates, budget.contended = both or contended, contended
-        self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
-        scheduler = self.embedding if self._embedded_last else self.scheduler
+        group = self._group_turns.next(contended=contended)
+        if self._ahead is not None:
+            group = self.scheduler
         results: list[StepResult] = []
         ended: float | None = None
         ahead, self._ahead = self._ahead, None
-        batch = scheduler.schedule() if ahead is None else ahead[0]
+        batch = group.schedule() if ahead is None else ahead[0]
         if batch is not None:
             if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
                 self._report()
-            for part, result in self._compute(scheduler, batch, ahead, follow=follow):
+            for part, result in self._compute(group, batch, ahead, follow=follow):
                 collected, before = time.perf_counter(), self._collected
                 if follow and part is batch:
                     ended = self._follow(batch, result)
                 if self.runner.asynchronous and before is not None:
                     result = result._replace(period_s=collected - before)
                 self._collected = collected
-                scheduler.update(part, result)
+                group.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
             self._computed_at = time.monotonic()
         self.step_started = None
         now = ended or time.perf_counter()
+        self._group_turns.charge(group, now - started)
         self._busy_since = None if self.idle else now
         self._collected = None if self.idle else self._collected
         if batch is not None:
@@ -211,23 +259,23 @@ class EngineCore:
 
     def _report(self) -> None:
         """Report the last step. On a GPU that is done while the device computes the next one."""
-        outputs = (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
+        outputs = tuple(output for group in self.groups for output in group.take_outputs())
         work, self._unreported = self._unreported, None
         if outputs or work is not None:
             self._emit(StepReport(outputs, self._stats(**(work or {}))))
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and self.embedding.idle
+        return all(group.idle for group in self.groups)
 
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing."""
-        return self.scheduler.has_work or self.embedding.has_work
+        return any(group.has_work for group in self.groups)
 
     def _compute(
         self,
-        scheduler: Scheduler | EmbeddingScheduler,
+        group: StepGroup,
         batch: Batch,
         ahead: tuple[Batch, StepResult | None] | None = None,
         *,
@@ -249,8 +297,8 @@ class EngineCore:
         if refused and len(batch.rows) > 1:
             for half in batch.halves():
                 # The outcome of the first half may have preempted or ended a sequence of the second.
-                if (left := scheduler.still_scheduled(half)).rows:
-                    yield from self._compute(scheduler, left)
+                if (left := group.still_scheduled(half)).rows:
+                    yield from self._compute(group, left)
         else:
             yield batch, result
 
@@ -298,8 +346,8 @@ class EngineCore:
 
     def _check_idle(self) -> None:
         try:
-            self.scheduler.check_idle()
-            self.embedding.check_idle()
+            for group in self.groups:
+                group.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
             self.scheduler.prefix_cache.clear_slots()
@@ -307,13 +355,10 @@ class EngineCore:
     def _handle(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                if request.embed or not self.runner.info.generates:
-                    self.embedding.add(request)
-                else:
-                    self.scheduler.add(request)
+                next(group for group in self.groups if group.accepts(request)).add(request)
             case Cancel(request_id):
-                self.scheduler.cancel(request_id)
-                self.embedding.cancel(request_id)
+                for group in self.groups:
+                    group.cancel(request_id)
             case Inspect(call_id):
                 self._emit(Inspection(call_id, self.snapshot()))
             case ClearCache() | UseSlot():

@@ -7,20 +7,22 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
-from cllm.core.following_batch import FollowingBatch
 from cllm.core.kv_cache.disk_cache import DiskKVCache
-from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence, State, count_cells
+from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
+from cllm.core.step_cost import StepCostModel
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import (
@@ -30,6 +32,52 @@ from cllm.types import (
     RequestOutput,
     TokenLogprob,
 )
+
+
+class FollowingBatch:
+    """Finds it, in all but one step of `EVERY`: gaps, samplers' turns and the like belong to a schedule."""
+
+    EVERY = 32
+
+    def __init__(self, runner: ModelRunner, spec_decode: SpecDecodePolicy, cost: StepCostModel) -> None:
+        self._runner = runner
+        self._spec_decode, self._cost = spec_decode, cost
+        self._steps = 0
+        self._prepared: tuple[Batch, Batch, list[list[int]]] | None = None  # one, the next, and its tokens
+
+    def prepare(self, batch: Batch, running: Mapping[int, Sequence]) -> None:
+        """While this batch is computed: the one after it, unless something else may be due."""
+        self._steps += 1
+        self._prepared = None
+        if len(batch.rows) != len(running) or batch.padding or self._steps % self.EVERY == 0:
+            return
+        next_position = self._runner.next_position
+        rows, tokens = [], []
+        for row in batch.rows:
+            seq_id, position = row.seq_id, row.position + 1
+            plain = len(row.tokens) == row.outputs == 1 and row.mask is None and not row.logprobs
+            try:
+                if not (plain and running[seq_id].continues and next_position(seq_id) == position):
+                    return
+            except Exception:  # `schedule` asks again, and fails this sequence alone
+                return
+            tokens.append([0])  # the token that it will get
+            rows.append(Row(seq_id, position, tokens[-1], 1, row.sampler))
+        if self._spec_decode.rests(len(rows), self._cost):
+            self._prepared = batch, Batch(tuple(rows)), tokens
+
+    def complete(self, batch: Batch, result: StepResult) -> Batch | None:
+        """The batch after this one, with the tokens of its result; None: it is to be scheduled."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0] is not batch or result.status is not StepStatus.DONE:
+            return None
+        ends = self._runner.vocabulary.ends
+        for place, outcome in zip(prepared[2], result.rows, strict=True):
+            if len(outcome.tokens) != 1 or outcome.tokens[0] in ends:  # where ends are ignored there is none
+                return None
+            place[0] = outcome.tokens[0]
+        return prepared[1]
+
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +108,10 @@ class Scheduler:
         self._observed: tuple[Batch, StepResult] | None = None  # a step whose cost is not yet learned
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
+        self.layout = KVLayout.of(runner.limits)
         self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            *(runner, self.pool, self.transfer, budget.cost, host, disk),
+            *(runner, self.pool, self.transfer, budget.cost, host, disk, self.layout),
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -75,6 +124,9 @@ class Scheduler:
         self.integrity_failures = 0
 
     # Requests in and out ---------------------------------------------------------------------------
+
+    def accepts(self, request: Request) -> bool:
+        return not request.embed and self.runner.info.generates
 
     def add(self, request: Request) -> None:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
@@ -133,9 +185,9 @@ class Scheduler:
         if not rows:
             return None
         padding: tuple[int, ...] = ()
-        # Unified KV has no gaps; recurrent states must not be moved about.
+        # A pool has no gaps; recurrent states must not be moved about.
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
-        if gaps and not limits.unified and not self.runner.info.recurrent:
+        if gaps and self.layout.splits and not self.runner.info.recurrent:
             unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
             left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
@@ -193,10 +245,9 @@ class Scheduler:
             free = min(self.pool.free_count, (limits.parallel or limits.sequences) - len(self.running))
             if free <= loading:
                 return
-            if limits.unified and self.running:  # a sequence must not preempt another at once
-                held = sum(len(other.tokens) for other in self.running.values())
-                if held + len(sequence.tokens) >= limits.cells:
-                    return
+            known = sum(len(other.tokens) for other in self.running.values())
+            if not self.layout.admits(len(sequence.tokens), known):
+                return
             match = None
             if startable := sequence.startable:
                 match = self.prefix_cache.find(sequence, self.running.values())
@@ -359,7 +410,7 @@ class Scheduler:
         if not isinstance(error, CllmError):
             log.error("a runner call failed", exc_info=error)
             error = EngineError(f"a runner call failed: {type(error).__name__}")
-        self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
+        self._finish(sequence, FinishReason.ERROR, error=Failure.of(error))
 
     def _finish(
         self,
@@ -430,10 +481,7 @@ class Scheduler:
 
     @property
     def cells_used(self) -> int:
-        running = self.running.values()
-        return (
-            count_cells(running) if self.runner.limits.unified else sum(one.num_computed for one in running)
-        )
+        return self.layout.count(self.running.values())
 
     @property
     def draft_bytes(self) -> int:

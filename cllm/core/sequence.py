@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
-from typing import Protocol
 
 from cllm.backend.base import KVState, Row
 from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
-from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.layout import CellSegment
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
+from cllm.core.kv_cache.tiers import Entry
 from cllm.core.preparation import Prepared
 from cllm.core.slot_pool import SlotLease
 from cllm.core.stopping import Stopping
@@ -38,36 +37,6 @@ _ALLOWED = {
     State.PREEMPTED: {State.RUNNING, State.FINISHED},
     State.FINISHED: set[State](),
 }
-
-
-class CellSegment:
-    """KV cells from position `begin` on, computed by one sequence. Copies of its prefix share the first."""
-
-    __slots__ = ("begin", "shared")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
-        self.shared = False
-
-
-class CellHolder(Protocol):
-    """What holds KV cells: a sequence, or a slot that keeps what one left."""
-
-    segments: list[CellSegment]
-
-    @property
-    def num_computed(self) -> int: ...
-
-
-def count_cells(holders: Iterable[CellHolder]) -> int:
-    """The cells that these hold in a unified KV, each counted once."""
-    lengths: dict[CellSegment, int] = {}
-    for holder in holders:
-        end = holder.num_computed
-        for segment in reversed(holder.segments):
-            lengths[segment] = max(lengths.get(segment, 0), end - segment.begin)
-            end = segment.begin
-    return sum(lengths.values())
 
 
 class Sequence:
@@ -148,13 +117,6 @@ class Sequence:
         scored = prompt[max(self.num_computed + 1, len(prompt) - self.unscored) : end + 1]
         # What follows the last is unknown: it stands for itself where no token is sampled there.
         return (*scored, prompt[-1]) if end == len(prompt) and not self.request.max_tokens else scored
-
-    def share_cells(self, source: CellHolder) -> None:
-        """In a unified KV, all it has computed so far was copied from the source: the cells are the same."""
-        shared = [segment for segment in source.segments if segment.begin < self.num_computed]
-        for segment in shared:
-            segment.shared = True
-        self.segments = [*shared, CellSegment(self.num_computed)]
 
     def cut_to(self, length: int) -> None:
         """Its KV has been cut; what it computes next goes to cells that no other sequence has."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation
+from cllm.core.kv_cache.disk_cache import DiskThread, Operation
 
 LIMIT_S = 30.0
 

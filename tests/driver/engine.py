@@ -16,8 +16,8 @@ import numpy as np
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache
+from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel

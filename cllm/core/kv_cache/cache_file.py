@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from cllm.core.kv_cache.host_cache import MIB, Entry
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
+from cllm.core.kv_cache.tiers import MIB, Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying

@@ -30,8 +30,8 @@ from cllm.core.kv_cache.cache_file import (
     read_prefix,
     write_entry,
 )
-from cllm.core.kv_cache.host_cache import MIB, Entry
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
+from cllm.core.kv_cache.tiers import MIB, Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 from cllm.names import path_below
 

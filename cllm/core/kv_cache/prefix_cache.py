@@ -11,15 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
-from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
+from cllm.core.kv_cache.layout import KVLayout
+from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut, plan_stops, thin_checkpoints
 from cllm.core.kv_cache.slot_choice import SlotChoice
+from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, HostKVCache, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
-from cllm.core.sequence import Sequence, count_cells
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import InvalidRequest, StorageFailed
@@ -53,6 +52,7 @@ class PrefixCache:
         cost: StepCostModel,
         host: HostKVCache,
         disk: DiskKVCache,
+        layout: KVLayout,
         *,
         keeps: bool,
         across_tenants: bool,
@@ -66,9 +66,9 @@ class PrefixCache:
         self.loader = DiskLoader(disk, host, transfer, cost)
         self._keeps = keeps
         self._across_tenants = across_tenants
-        self.slots = SlotChoice(runner, pool, self.device, transfer, cost)
+        self.slots = SlotChoice(runner, pool, self.device, transfer, cost, layout)
         self._cuttable = transfer.cuttable
-        self._unified = runner.limits.unified
+        self.layout = layout
         self.hits = self.hit_tokens = 0  # in all
 
     def _tenant(self, sequence: Sequence) -> str:
@@ -90,7 +90,7 @@ class PrefixCache:
         best = self._find_now(sequence, running)
         if best is None or best.ready:
             known, gain_s = (best.length, self._gain_s(best, sequence)) if best is not None else (0, 0.0)
-            self.loader.look(sequence, self._tenant(sequence), known, gain_s, self._room(running))
+            self.loader.look(sequence, self._tenant(sequence), known, gain_s, self.layout.room(running))
         return best
 
     def _find_now(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
@@ -104,7 +104,7 @@ class PrefixCache:
         ):
             return cached  # waiting pays only if the source is ahead of what can be had at once, and goes far
         # As good as each other before anything was measured: only in unified KV a copy is free.
-        favourite = shared if self._unified else cached
+        favourite = cached if self.layout.splits else shared
         return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
@@ -139,7 +139,7 @@ class PrefixCache:
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        room = self._room(running)
+        room = self.layout.room(running)  # a state comes whole, even where only its prefix is wanted
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
             for match in self._known(sequence, sequence.tokens[:-1])
@@ -151,11 +151,6 @@ class PrefixCache:
             self._cost.doubt_transfers()
             return None
         return best
-
-    def _room(self, running: tuple[Sequence, ...]) -> int:
-        """Tokens of a state that can be restored: it comes whole, even where only its prefix is wanted."""
-        cells = self._runner.limits.sequence_cells
-        return min(cells, self._runner.limits.cells - count_cells(running)) if self._unified else cells
 
     def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
@@ -184,10 +179,9 @@ class PrefixCache:
         origin = match.origin if match is not None else None
         content = origin if isinstance(origin, SlotContent) else None
         length = match.length if match is not None else 0
-        if self._unified:
-            needed = len(sequence.tokens) + 1
-            needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
-            self.slots.make_room(needed, running.values(), content)
+        needed = len(sequence.tokens) + 1
+        needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
+        self.slots.make_room(needed, running.values(), content)
         if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
         restores = isinstance(origin, Entry) or sequence.swapped is not None
@@ -222,8 +216,8 @@ class PrefixCache:
             sequence.segments = origin.segments
         sequence.checkpoints = list(origin.checkpoints)
         sequence.cut_to(held)
-        if not isinstance(origin, Entry) and self._unified and copied:
-            sequence.share_cells(origin)
+        if copied and not isinstance(origin, Entry):
+            sequence.segments = self.layout.share(origin, held) or sequence.segments
         if first_start and held:  # a preempted one has computed this before
             sequence.cached_tokens = held
             from_disk = sequence.loaded is not None and origin is sequence.loaded.value
@@ -354,7 +348,7 @@ class PrefixCache:
         return content
 
     def clear(self) -> tuple[int, int]:
-        """Forget what slots and RAM have: so many prefixes, and so many tokens of them."""
+        """Forget what slots and RAM have; returns the number of prefixes and of their tokens."""
         entries = [*self.device.entries, *self.host.entries]
         self.clear_slots()
         for entry in tuple(self.host.entries):
@@ -370,6 +364,4 @@ class PrefixCache:
 
     def count_cached(self, running: Collection[Sequence]) -> int:
         """Cells that free slots keep, beside those of running sequences."""
-        if self._unified:
-            return count_cells([*running, *self.device.entries]) - count_cells(running)
-        return sum(self.device.lengths.values())
+        return self.layout.count([*running, *self.device.entries]) - self.layout.count(running)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from cllm.backend.base import KVState, ModelRunner
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool

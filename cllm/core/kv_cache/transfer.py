@@ -6,8 +6,14 @@ import logging
 import time
 
 from cllm.backend.base import KVState, ModelRunner
-from cllm.core.kv_cache.device_cache import SlotContent
-from cllm.core.kv_cache.host_cache import MIN_NEW_SHARE, Entry, HostKVCache, count_bytes, get_entry_size
+from cllm.core.kv_cache.tiers import (
+    MIN_NEW_SHARE,
+    Entry,
+    HostKVCache,
+    SlotContent,
+    count_bytes,
+    get_entry_size,
+)
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import MILLISECOND, TILE

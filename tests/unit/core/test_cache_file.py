@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file
 from cllm.core.kv_cache.cache_file import get_file_size, read_entry, read_prefix, write_entry
-from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import Checkpoint
+from cllm.core.kv_cache.tiers import Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 from tests.profiles import examples
 

@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file, disk_cache
 from cllm.core.kv_cache.cache_file import get_file_size
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, DiskThread, Operation
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation
-from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Checkpoint
+from cllm.core.kv_cache.tiers import Entry
 from cllm.core.step_cost import TILE
 from cllm.errors import CacheFileError, NotFound, StorageFailed
 from tests.profiles import examples

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.core.following_batch import FollowingBatch
+from cllm.core.scheduler import FollowingBatch
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.messages import Cancel, Stop
 from cllm.testing import FakeRunner

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from cllm.core.kv_cache.layout import CellSegment, KVLayout
 from cllm.core.kv_cache.prefix_index import Checkpoint
-from cllm.core.sequence import CellSegment, Sequence, State, count_cells
+from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN
-from cllm.types import FinishReason, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
+from cllm.types import FinishReason, Limits, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
 
 
 def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
@@ -96,10 +97,12 @@ def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
 def test_cells_are_counted_once_however_many_share_them() -> None:
     source, copy = make(), make()
     source.num_computed, copy.num_computed = 6, 4
-    copy.share_cells(source)
-    assert count_cells([source, copy]) == 6
+    sizes = {"sequences": 2, "cells": 64, "sequence_cells": 64, "request_tokens": 64, "batch_tokens": 8}
+    layout = KVLayout.of(Limits(**sizes, unified=True))
+    copy.segments = layout.share(source, 4) or []
+    assert layout.count([source, copy]) == 6
     copy.num_computed = 6
-    assert count_cells([source, copy]) == 8 and count_cells([copy]) == 6 and count_cells([]) == 0
+    assert layout.count([source, copy]) == 8 and layout.count([copy]) == 6 and layout.count([]) == 0
 
 
 def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
@@ -109,9 +112,7 @@ def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
     sequence.num_computed = 6
     sequence.cut_to(3)
     assert sequence.segments == [own] and sequence.num_computed == 3
-    other = make()
-    other.num_computed = 3
-    other.share_cells(sequence)
+    sequence.segments[0].shared = True  # the other has a copy
     sequence.cut_to(3)  # what it computes next is not the other's
     assert [segment.begin for segment in sequence.segments] == [0, 3]
     sequence.cut_to(0)
