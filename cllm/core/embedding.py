@@ -49,6 +49,8 @@ class EmbeddingScheduler:
     input at a time may be longer than a step: it is computed in chunks.
     """
 
+    streams = False
+
     def __init__(
         self,
         runner: ModelRunner,

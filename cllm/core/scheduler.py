@@ -85,6 +85,8 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Owns every sequence from arrival to its one terminal output."""
 
+    streams = True
+
     def __init__(
         self,
         runner: ModelRunner,

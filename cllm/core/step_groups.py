@@ -19,6 +19,7 @@ class StepGroup(Protocol):
     """Owns requests from arrival to their one terminal output. Runs on the owner thread."""
 
     budget: PrefillBudget
+    streams: bool  # its outputs are read as they come: no two steps of others lie between two of its own
 
     def accepts(self, request: Request) -> bool:
         """Whether steps of this group compute a request."""
@@ -57,7 +58,7 @@ class StepGroup(Protocol):
 
 
 class GroupTurns:
-    """Gives the next step to the group with work that has taken the least time.
+    """Gives the next step to the group with work that has taken the least time, unless a stream waits.
 
     A group that was without work starts level with the others: time is not saved up.
     """
@@ -66,6 +67,7 @@ class GroupTurns:
         self._groups = tuple(groups)
         self._spent_s = [0.0] * len(self._groups)
         self._working: set[int] = set()
+        self._last = 0
 
     def next(self, *, contended: bool) -> StepGroup:
         """The group whose turn it is; the first where none has work. `contended`: other engines compute."""
@@ -76,7 +78,11 @@ class GroupTurns:
         self._working = working
         for group in self._groups:
             group.budget.alternates, group.budget.contended = len(working) > 1 or contended, contended
-        return self._groups[min(working, key=lambda index: (self._spent_s[index], index), default=0)]
+        waiting = [index for index in working if self._groups[index].streams]
+        again = not self._groups[self._last].streams and self._last in working
+        candidates = waiting if again and waiting else working
+        self._last = min(candidates, key=lambda index: (self._spent_s[index], index), default=0)
+        return self._groups[self._last]
 
     def charge(self, group: StepGroup, seconds: float) -> None:
         """A step of a group has taken this long."""

@@ -94,7 +94,7 @@ class UnifiedLayout(KVLayout):
     def excess(self, running: Collection[CellHolder], cached: Collection[CellHolder]) -> bool:
         return bool(cached and running) and self.count([*running, *cached]) > 2 * self.count(running)
 
-    def share(self, source: CellHolder, length: int) -> list[CellSegment] | None:
+    def share(self, source: CellHolder, length: int) -> list[CellSegment]:
         shared = [segment for segment in source.segments if segment.begin < length]
         for segment in shared:
             segment.shared = True

@@ -17,14 +17,13 @@ from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEn
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
 from cllm.messages import (
-    Refused,
     TokenizePairs,
     TokenizeTexts,
     TokenLists,
 )
 from cllm.testing import END_TOKEN, FakeRunner, expected_vector
 from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
+from cllm.types import EmbedLimits, Failure, FinishReason, Request, RequestOutput, Usage
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
@@ -423,14 +422,14 @@ def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), max_tokens=5))
     assert answer == TokenLists((tuple(b"ab"), tuple(b"<|x|>")))
     refused = worker.perform(TokenizeTexts(("ab", "abcdef"), max_tokens=5))
-    assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
+    assert isinstance(refused, Failure) and refused.code == "context_length_exceeded"
     assert "input 1 has 6 tokens" in refused.message and "at most 5" in refused.message
     refused = worker.perform(TokenizeTexts(("abcdef",), max_tokens=5, field="content"))
-    assert isinstance(refused, Refused) and refused.field == "content" and "content 0" in refused.message
+    assert isinstance(refused, Failure) and refused.field == "content" and "content 0" in refused.message
     pairs = worker.perform(TokenizePairs("q", ("a", "bc"), max_tokens=4))
     assert pairs == TokenLists(((113, 257, 97), (113, 257, 98, 99)))
     refused = worker.perform(TokenizePairs("q", ("abc",), max_tokens=4))
-    assert isinstance(refused, Refused) and refused.field == "documents"
+    assert isinstance(refused, Failure) and refused.field == "documents"
 
 
 def test_embeddings_are_cut_then_scaled() -> None:

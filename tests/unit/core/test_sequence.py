@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cllm.core.kv_cache.layout import CellSegment, KVLayout
+from cllm.core.kv_cache.layout import CellSegment, UnifiedLayout
 from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
@@ -15,6 +15,8 @@ from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN
 from cllm.types import FinishReason, Limits, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
+
+LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
 
 
 def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
@@ -97,9 +99,8 @@ def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
 def test_cells_are_counted_once_however_many_share_them() -> None:
     source, copy = make(), make()
     source.num_computed, copy.num_computed = 6, 4
-    sizes = {"sequences": 2, "cells": 64, "sequence_cells": 64, "request_tokens": 64, "batch_tokens": 8}
-    layout = KVLayout.of(Limits(**sizes, unified=True))
-    copy.segments = layout.share(source, 4) or []
+    layout = UnifiedLayout(LIMITS)
+    copy.segments = layout.share(source, 4)
     assert layout.count([source, copy]) == 6
     copy.num_computed = 6
     assert layout.count([source, copy]) == 8 and layout.count([copy]) == 6 and layout.count([]) == 0
@@ -248,9 +249,10 @@ def test_checkpoints_beyond_a_cut_are_gone() -> None:
 def test_a_copy_shares_what_it_has_and_no_more() -> None:
     first, second, third = make(), make(), make()
     first.num_computed = second.num_computed = third.num_computed = 3
-    second.share_cells(first)
+    layout = UnifiedLayout(LIMITS)
+    second.segments = layout.share(first, 3)
     second.num_computed = 5
-    third.share_cells(second)
+    third.segments = layout.share(second, 3)
     assert [segment.begin for segment in third.segments] == [0, 3]
     assert third.segments[0] is first.segments[0] and third.segments[1] is not second.segments[1]
     second.cut_to(4)  # its own cells: the next goes there, too

@@ -10,8 +10,9 @@ from cllm.core.step_groups import GroupTurns, StepGroup
 
 
 class Group:
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, *, streams: bool = True) -> None:
         self.step_s = step_s
+        self.streams = streams
         self.has_work = False
         self.budget = PrefillBudget(64, 0.25, StepCostModel(split=False))
 
@@ -42,6 +43,16 @@ def test_turns_are_shared_by_time_not_by_steps() -> None:
     taken = run(turns, 50)
     assert taken.count(groups[0]) == 40 and taken.count(groups[1]) == 10
     assert all(group.budget.alternates for group in groups)
+
+
+def test_a_stream_waits_for_one_step_of_others_at_most() -> None:
+    turns, groups = make(0.2, 0.05)
+    groups[1].streams = False
+    for group in groups:
+        group.has_work = True
+    assert run(turns, 6) == [groups[0], groups[1]] * 3
+    groups[0].has_work = False
+    assert run(turns, 2) == [groups[1]] * 2
 
 
 def test_time_is_not_saved_up() -> None:
