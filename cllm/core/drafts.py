@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as Tokens
 
 from cllm.backend.base import Drafter
+from cllm.core.step_cost import TILE
 
 
 def common_length(one: Tokens[int], other: Tokens[int]) -> int:
@@ -184,7 +185,7 @@ class DraftState:
     """
 
     MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
-    MAX_PAUSE = 64  # steps
+    MAX_PAUSE = TILE  # steps
 
     def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
         """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""

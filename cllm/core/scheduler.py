@@ -22,7 +22,7 @@ from cllm.core.preparation import Preparation
 from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
-from cllm.core.step_cost import StepCostModel
+from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import (
@@ -37,7 +37,7 @@ from cllm.types import (
 class FollowingBatch:
     """Finds it, in all but one step of `EVERY`: gaps, samplers' turns and the like belong to a schedule."""
 
-    EVERY = 32
+    EVERY = TILE // 2
 
     def __init__(self, runner: ModelRunner, spec_decode: SpecDecodePolicy, cost: StepCostModel) -> None:
         self._runner = runner

@@ -33,7 +33,7 @@ class SpecDecodePolicy:
     REST = 32  # steps; twice as many each time that it did not pay, up to
     MAX_REST = 256
     TRIAL, TRIAL_REST = 8, 1024  # steps with drafts that have not gained so far; and then none for so long
-    LEARN_EVERY = 16  # steps, of each sequence in its turn, meanwhile
+    LEARN_EVERY = REST // 2  # steps, of each sequence in its turn, meanwhile
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 

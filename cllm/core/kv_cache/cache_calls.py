@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from cllm.core.kv_cache.cache_file import get_file_size, get_reason
-from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_cache import STALL_LIMIT_S, DiskKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache
 from cllm.errors import CllmError, EngineError, NotSupported, StorageFailed
 from cllm.messages import CacheDone, ClearCache, Report, UseSlot
@@ -17,7 +17,6 @@ from cllm.types import Failure
 
 log = logging.getLogger(__name__)
 
-STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
 _Work = Generator[Future[Any], Any, CacheDone]
 
 

@@ -24,9 +24,9 @@ from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
 _MAGIC = b"cllmpfx\n"
 _VERSION = 3
-_DIGEST = 32
+DIGEST_BYTES = hashlib.sha256().digest_size
 # Magic, version, fingerprint; bytes of the tenant, tokens, shortest cut, checkpoints, bytes of the state.
-_HEAD = struct.Struct(f"<8sI{_DIGEST}sHIIIQ")
+_HEAD = struct.Struct(f"<8sI{DIGEST_BYTES}sHIIIQ")
 _CHECKPOINT = struct.Struct("<IQ")  # tokens, bytes of state
 
 
@@ -36,7 +36,7 @@ def get_digest(data: bytes) -> bytes:
 
 def get_file_size(entry: Entry) -> int:
     """Bytes of the file of an entry."""
-    fixed = _HEAD.size + len(entry.tenant.encode()) + _DIGEST
+    fixed = _HEAD.size + len(entry.tenant.encode()) + DIGEST_BYTES
     states = sum(_CHECKPOINT.size + len(checkpoint.state) for checkpoint in entry.checkpoints)
     return fixed + len(entry.tokens) * TOKEN_BYTES + len(entry.state) + states
 
@@ -114,7 +114,7 @@ class _Reader:
         name, tokens = self._take(name_bytes), array("i", self._take(count * TOKEN_BYTES))
         table = list(_CHECKPOINT.iter_unpack(self._take(points * _CHECKPOINT.size)))
         sizes = [state_bytes, *(size for _, size in table)]
-        if sum(sizes) + _DIGEST != self._left:
+        if sum(sizes) + DIGEST_BYTES != self._left:
             raise CacheFileError("the cache file is truncated, or corrupt: its length is not what it says")
         try:
             tenant = name.decode()
@@ -133,7 +133,7 @@ class _Reader:
     def check_end(self) -> None:
         """Raise CacheFileError unless the checksum follows."""
         expected = self._checksum.digest()
-        if self._take(_DIGEST) != expected:
+        if self._take(DIGEST_BYTES) != expected:
             raise CacheFileError("the cache file is corrupt: it does not match its checksum")
 
     def _take(self, size: int) -> bytes:

@@ -73,9 +73,10 @@ class DiskThread:
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64 * MIB  # bytes that are being read; or one entry
-RETRY_S = 60.0  # after a failure
+STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
+RETRY_S = STALL_LIMIT_S  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
-MAX_SAVE_SHARE = 0.1  # a save may take so much of the time that the engine has been idle
+MAX_SAVE_SHARE = 0.1  # of the time that the engine has been idle, for a save
 
 
 class Candidate(NamedTuple):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from cllm.build.toolchain import cache_directory
 from cllm.core.kv_cache.cache_file import (
+    DIGEST_BYTES,
     get_digest,
     get_file_size,
     get_reason,
@@ -36,7 +37,7 @@ from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 from cllm.names import path_below
 
 PREFIX, SLOT, TEMPORARY = ".kv", ".slot", ".new"  # suffixes
-_NAME_BYTES = 16
+_NAME_BYTES = DIGEST_BYTES // 2
 
 
 class DiskEntry(CachedPrefix):
