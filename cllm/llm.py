@@ -58,6 +58,7 @@ from cllm.types import (
     Limits,
     ModelInfo,
     Pooling,
+    Prompt,
     Request,
     RequestOutput,
     SamplingParams,
@@ -371,7 +372,7 @@ class AsyncLLM:
                 "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
             )
         lists = [tokens async for tokens in self._tokenize(_texts(texts, "texts"))]
-        request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=tuple(lists))
+        request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=tuple(lists))
         with self._cancel_after(request.id):
             outputs = [output async for output in self._submit(request)]
         _raise_error(outputs[-1])
@@ -384,7 +385,7 @@ class AsyncLLM:
                 yield tokens
 
     def _submit(self, request: Request, prompt: tuple[int, ...] = ()) -> AsyncOutputStream:
-        return self._engine.submit(msgspec.structs.replace(request, prompt=prompt), AsyncOutputStream)
+        return self._engine.submit(msgspec.structs.replace(request, prompt=Prompt(prompt)), AsyncOutputStream)
 
 
 async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:

@@ -196,11 +196,49 @@ class Pooling(StrEnum):
     NONE = "none"  # not at all: an embedding for each token
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Items of a prompt that stand for one picture or sound. A cut inside of them is not possible."""
+
+    begin: int
+    end: int
+    positions: int  # that they take up together; fewer than items where several share one
+    media: str  # digest of what they stand for
+
+
+class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is computed before an answer. An item is a token id, or the pseudo id (negative) of a media row.
+
+    The index of an item is not its position: that is what `position` says. KV is cached under a `key`.
+    """
+
+    items: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()  # in order; all items beside them are text
+    adapter: str = ""  # digest of what is added to the weights; empty for the model as it is
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def position(self, length: int) -> int:
+        """Where the next item goes after the first `length`; an answer goes on as text."""
+        if not self.spans:
+            return length
+        ended = (span for span in self.spans if span.end <= length)
+        return length - sum(span.end - span.begin - span.positions for span in ended)
+
+    def floor(self, length: int) -> int:
+        """The longest prefix of at most `length` items that cuts no span."""
+        return next((span.begin for span in self.spans if span.begin < length < span.end), length)
+
+    def key(self, tenant: str) -> str:
+        """What keeps its KV apart from that of others with the same items."""
+        return f"{tenant}\0{self.adapter}" if self.adapter else tenant
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, or one call for embeddings; tokenised and validated. Nothing in it refers to HTTP."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Prompt = Prompt()
     generated_prefix: tuple[int, ...] = ()  # of the answer: delivered before by an engine that died
     max_tokens: int  # 0: only the prompt is computed
     sampling: SamplingParams = SamplingParams()

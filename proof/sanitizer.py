@@ -29,7 +29,7 @@ from cllm.build.toolchain import Compiler, cache_directory, default_jobs, find_c
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.messages import Report, Submit
-from cllm.types import Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 from proof.command import ROOT, make_parser
 from proof.evidence import Bar, Evidence, Series, record
 from tests.driver.engine import prepare_at_once
@@ -121,7 +121,10 @@ def grow(name: str) -> None:
                 prompt = (*shared[: draw.randrange(96)], *(draw.randrange(300) for _ in range(60)))
                 sampling = SamplingParams(temperature=0.8 * (number % 2), seed=number, ignore_eos=True)
                 request = Request(
-                    id=f"{block}-{number}", prompt=prompt, max_tokens=draw.randrange(4, 90), sampling=sampling
+                    id=f"{block}-{number}",
+                    prompt=Prompt(prompt),
+                    max_tokens=draw.randrange(4, 90),
+                    sampling=sampling,
                 )
                 core._handle(Submit(request))
                 while len(core.scheduler.running) > 3 or (number == BLOCK - 1 and not core.idle):

@@ -22,7 +22,7 @@ from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.types import Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 
 PROMPT, SLOTS, CELLS, ROUNDS = 64, 64, 1024, 3
 
@@ -82,7 +82,7 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     for number in range(ROUNDS):
         for i in range(streams):
             prompt = tuple((1000 + i * 37 + j * (i + 3)) % (size // 2) for j in range(PROMPT))
-            request = Request(id=f"{number}-{i}", prompt=prompt, max_tokens=output, sampling=sampling)
+            request = Request(id=f"{number}-{i}", prompt=Prompt(prompt), max_tokens=output, sampling=sampling)
             core.scheduler.add(request)
         while core.scheduler.waiting or any(each.pending > 1 for each in running.values()):
             core.step()

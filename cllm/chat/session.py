@@ -32,8 +32,8 @@ class ChatSession:
     ) -> None:
         self.engine = engine
         self.chat: Chat = conversation.for_template()
-        self.prompt_tokens = len(prompt.tokens)
-        self.streams = submit_all(engine, request, [prompt.tokens], n, AsyncOutputStream)
+        self.prompt_tokens = len(prompt.prompt)
+        self.streams = submit_all(engine, request, [prompt.prompt], n, AsyncOutputStream)
         self.replies = [ReplyBuilder(_make_parser(conversation, prompt)) for _ in self.streams]
 
     async def steps(self) -> AsyncIterator[ChatStep]:
@@ -99,4 +99,4 @@ async def count_tokens(
 ) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
     task = Prepare((conversation.for_template(),), 0, constraint)
-    return len((await run_tokenizer(engine, task, Prepared)).prompts[0].tokens)
+    return len((await run_tokenizer(engine, task, Prepared)).prompts[0].prompt)

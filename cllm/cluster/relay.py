@@ -178,7 +178,7 @@ class Relay:
 
     def _send(self, relayed: RelayedRequest, closed: set[int]) -> None:
         request = relayed.submission
-        tokens = (*request.prompt, *request.generated_prefix)
+        tokens = (*request.prompt.items, *request.generated_prefix)
         tenant = "" if self._share else request.tenant
         blocks = hash_blocks(tokens, tenant) if request.reuse and tokens else ()
         name = f"{request.id}~{self._name}.{relayed.placed}"

@@ -97,7 +97,7 @@ class Preparation:
                 constraint = compiler.compile(request.constraint)
         if request.sampling.looks_back:
             sampler = self._runner.create_sampler(request.sampling)
-            sampler.accept(request.prompt)
+            sampler.accept(request.prompt.items)
         return Prepared(constraint, sampler)
 
     def _get_compiler(self) -> GrammarCompiler:

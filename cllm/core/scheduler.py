@@ -226,7 +226,7 @@ class Scheduler:
             row
             for row in batch.rows
             if (sequence := self.running.get(row.seq_id)) is not None
-            and sequence.num_computed == row.position
+            and sequence.position == row.position
             and sequence.stopping.sampler is row.sampler
         )
         return Batch(tuple(rows), batch.kind)
@@ -306,8 +306,8 @@ class Scheduler:
             except Exception as error:
                 self._fail(sequence, error)
                 continue
-            if position != (computed := sequence.num_computed):
-                seen = f"the memory's next position is {position}, the request has computed {computed}"
+            if position != (expected := sequence.position):
+                seen = f"the memory's next position is {position}, the request's {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
                 self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
 
@@ -367,7 +367,7 @@ class Scheduler:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
         sequence.decoded_tokens -= count
         try:
-            sequence.cut_to(self.runner.truncate(sequence.seq_id, sequence.num_computed - count))
+            sequence.truncate(self.runner, sequence.num_computed - count)
         except Exception as error:
             self._fail(sequence, error)
             return False
@@ -383,11 +383,11 @@ class Scheduler:
             lengths = dict.fromkeys(self.running, 0)
             self.prefix_cache.clear_slots()
         else:
-            lengths = {row.seq_id: row.position for row in batch.rows}
+            lengths = {row.seq_id: self.running[row.seq_id].num_computed for row in batch.rows}
         for seq_id, length in lengths.items():
             sequence = self.running[seq_id]
             try:
-                sequence.cut_to(self.runner.truncate(seq_id, length))
+                sequence.truncate(self.runner, length)
             except Exception as error:
                 self._fail(sequence, error)
 

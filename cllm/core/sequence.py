@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
 
-from cllm.backend.base import KVState, Row
+from cllm.backend.base import KVState, ModelRunner, Row
 from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.layout import CellSegment
@@ -50,7 +50,7 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
-        self.tokens: list[int] = [*request.prompt, *request.generated_prefix]
+        self.tokens: list[int] = [*request.prompt.items, *request.generated_prefix]
         self.known = len(self.tokens)  # when it came
         self.num_computed = 0
         self.segments = [CellSegment(0)]  # of its cells, in order; what it computes next is in the last
@@ -70,7 +70,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # not yet reported
         self.unscored = 0  # tokens of the prompt that still want theirs
         if request.prompt_logprobs and not request.generated_prefix:
-            self.score([TokenLogprob(request.prompt[0], 0.0)], len(request.prompt))
+            self.score([TokenLogprob(request.prompt.items[0], 0.0)], len(request.prompt))
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
         self.deferred = 0  # steps in a row that it took no part in because of that
@@ -82,6 +82,16 @@ class Sequence:
     def seq_id(self) -> int:
         assert self.lease is not None, "a seq_id exists only inside a lease"
         return self.lease.seq_id
+
+    @property
+    def position(self) -> int:
+        """Where its next token goes, as the KV memory counts."""
+        return self.request.prompt.position(self.num_computed)
+
+    def truncate(self, runner: ModelRunner, length: int) -> None:
+        """Cut its KV to the first `length` items; to none where the memory cannot be cut there."""
+        position = self.request.prompt.position(length)
+        self.cut_to(length if runner.truncate(self.seq_id, position) == position else 0)
 
     @property
     def pending(self) -> int:
@@ -113,7 +123,7 @@ class Sequence:
         """The tokens that follow those computed next, up to `end`, where they are to be scored."""
         if not self.unscored:
             return ()
-        prompt = self.request.prompt
+        prompt = self.request.prompt.items
         scored = prompt[max(self.num_computed + 1, len(prompt) - self.unscored) : end + 1]
         # What follows the last is unknown: it stands for itself where no token is sampled there.
         return (*scored, prompt[-1]) if end == len(prompt) and not self.request.max_tokens else scored
@@ -144,7 +154,7 @@ class Sequence:
         tokens = self.tokens[begin:end]
         return Row(
             lease.seq_id,
-            begin,
+            self.position,
             [*tokens, *drafts] if drafts else tokens,
             wants_output + len(drafts),
             self.stopping.sampler,

@@ -13,7 +13,7 @@ from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizerAnswer, TokenizerTask
-from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
+from cllm.types import SEED_SPACE, Limits, ModelInfo, Prompt, Request, RequestOutput
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
@@ -77,7 +77,7 @@ async def _wait(answer: asyncio.Future[TokenizerAnswer], caller: Caller) -> Toke
 def submit_all(
     engine: EngineClient,
     request: Request,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     count: int,
     kind: type[StreamKind],
 ) -> list[StreamKind]:

@@ -17,7 +17,7 @@ from cllm.messages import Prepare, Prepared
 from cllm.server.generation import GenerationBody
 from cllm.server.leases import get_leases
 from cllm.text.prompt import Gap, RawText
-from cllm.types import Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 
 _replace = msgspec.structs.replace
 
@@ -69,7 +69,7 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
 
 async def prepare(
     engine: EngineClient, request: Request, inputs: Sequence[RawText | Gap], biases: Mapping[str, float] = {}
-) -> tuple[Request, list[tuple[int, ...]]]:
+) -> tuple[Request, list[Prompt]]:
     """The tokens of each prompt, and the request with all that its texts decide.
 
     Raises InvalidRequest, ContextLengthExceeded, and QueueFull before any work.
@@ -78,7 +78,7 @@ async def prepare(
     plain = [_get_tokens(each) for each in inputs]
     limit = loaded(engine)[1].request_tokens
     if request.constraint is None and not biases and None not in plain:  # nothing to be tokenised
-        found = [tokens for tokens in plain if tokens is not None]
+        found = [Prompt(tokens) for tokens in plain if tokens is not None]
         if (longest := max(map(len, found), default=0)) > limit:
             raise ContextLengthExceeded(longest, limit)
         return request, found
@@ -89,7 +89,7 @@ async def prepare(
         more = tuple((token, bias) for tokens, bias in pairs for token in tokens)
         sampling = _replace(request.sampling, logit_bias=request.sampling.logit_bias + more)
         request = _replace(request, sampling=sampling)
-    return request, [prompt.tokens for prompt in prepared.prompts]
+    return request, [prompt.prompt for prompt in prepared.prompts]
 
 
 def _get_tokens(given: RawText | Gap) -> tuple[int, ...] | None:
@@ -105,7 +105,7 @@ async def tokenize(
 ) -> tuple[int, ...]:
     """The tokens of texts and token ids, one after the other, however many there are."""
     task = Prepare((RawText(tuple(pieces), add_special, parse_special),))
-    return (await run_tokenizer(engine, task, Prepared)).prompts[0].tokens
+    return (await run_tokenizer(engine, task, Prepared)).prompts[0].prompt.items
 
 
 def make_request(engine: EngineClient, http: HttpRequest, body: GenerationBody, **fields: Any) -> Request:
@@ -129,7 +129,6 @@ def build_request(
     info, limits = loaded(engine)
     return Request(
         id=request_id,
-        prompt=(),
         max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
         sampling=body.sampling(info.vocabulary_size) if sampling is None else sampling,
         constraint=body.constraint(),

@@ -25,6 +25,7 @@ from cllm.types import (
     ConstraintSpec,
     HasBound,
     InfillTokens,
+    Prompt,
     ReasoningLimit,
     ReasoningMarks,
     Vocabulary,
@@ -69,9 +70,9 @@ class RawText(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tokens of a prompt, and what the template makes of the rest of the request."""
+    """A prompt, and what the template makes of the rest of the request."""
 
-    tokens: tuple[int, ...]
+    prompt: Prompt
     thinking: bool = False  # the prompt ends inside the reasoning
     constraint: ConstraintSpec | None = None
     reasoning: ReasoningLimit | None = None
@@ -161,7 +162,7 @@ class PromptBuilder:
         if chat.reasoning_budget is not None and free and known.closing_ids:
             ids = {"opening": known.opening_ids, "closing": known.closing_ids}
             limit = ReasoningLimit(budget=chat.reasoning_budget, inside=thinking, **ids)
-        return PreparedPrompt(tuple(tokens), thinking, constraint, limit, known)
+        return PreparedPrompt(Prompt(tuple(tokens)), thinking, constraint, limit, known)
 
     def _constrain(
         self,

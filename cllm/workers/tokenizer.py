@@ -39,7 +39,7 @@ from cllm.messages import (
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, RawText, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
+from cllm.types import ConstraintSpec, Failure, Prompt, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.tokenizer_queue import THREADS
 
@@ -112,9 +112,9 @@ class TokenizerWorker:
             if constraint is not None:
                 self._check(constraint)
             tokens = infill_prompt(self._vocabulary, given) if isinstance(given, Gap) else self._read(given)
-            prompt = PreparedPrompt(tuple(tokens), constraint=constraint)
-        if max_tokens and len(prompt.tokens) > max_tokens:
-            raise ContextLengthExceeded(len(prompt.tokens), max_tokens)
+            prompt = PreparedPrompt(Prompt(tuple(tokens)), constraint=constraint)
+        if max_tokens and len(prompt.prompt) > max_tokens:
+            raise ContextLengthExceeded(len(prompt.prompt), max_tokens)
         return prompt
 
     def _read(self, text: RawText) -> Iterator[int]:

@@ -122,7 +122,7 @@ def test_sampled_text_is_the_same_for_the_same_seed(kind: Kind, wrong: float, op
         for seed in range(8)
     ]
     plain = answered(opened(kind, sequences=1), requests, draft_tokens=0)
-    texts = [request.prompt + plain[request.id].tokens for request in requests]
+    texts = [request.prompt.items + plain[request.id].tokens for request in requests]
     drafted = answered(opened(kind, sequences=1), requests, new_drafter=knowing(texts, wrong))
     same = [request.id for request in requests if plain[request.id].tokens == drafted[request.id].tokens]
     assert len(same) >= 7

@@ -33,7 +33,7 @@ from cllm.messages import (
     UseSlot,
 )
 from cllm.testing import FakeRunner, expected_text, expected_vector
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
 from tests.driver.runner import CheckedRunner
 
 Tokens = tuple[int, ...]
@@ -162,7 +162,7 @@ class StepDriver:
         self.submit(
             Request(
                 id=name,
-                prompt=tuple(prompt),
+                prompt=Prompt(tuple(prompt)),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(**sampling),
                 **fields,
@@ -278,7 +278,7 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt, limit, request.sampling.seed or 0, ends=ends)
+        return expected_text(request.prompt.items, limit, request.sampling.seed or 0, ends=ends)
 
     # Checks -----------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class StepDriver:
         for seq_id, memory in enumerate(fake.memory):
             if (name := leases.get(seq_id)) is not None:
                 request = self.requests[name]
-                known = [*request.prompt, *request.generated_prefix, *self.answers[name].tokens]
+                known = [*request.prompt.items, *request.generated_prefix, *self.answers[name].tokens]
                 assert memory == known[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
                 content = device.get(seq_id)
@@ -390,7 +390,9 @@ def ask(
 ) -> Request:
     """A greedy request, unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0, **sampling})
-    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=params, logprobs=logprobs)
+    return Request(
+        id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens, sampling=params, logprobs=logprobs
+    )
 
 
 def words(seed: int, length: int) -> Tokens:

@@ -15,7 +15,7 @@ from cllm.errors import EngineDied
 from cllm.frontend.engine_client import EngineClient
 from cllm.messages import Cancel
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason, Health, Request, SamplingParams
+from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, Kind, Opened
 from tests.driver.runner import feed
@@ -196,7 +196,7 @@ def test_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float
     sampling = SamplingParams(ignore_eos=True)
     streams = [
         engine.submit(
-            Request(id=f"r{n}", prompt=(97, n), max_tokens=60, sampling=sampling, timeout_s=60.0),
+            Request(id=f"r{n}", prompt=Prompt((97, n)), max_tokens=60, sampling=sampling, timeout_s=60.0),
             BlockingOutputStream,
         )
         for n in range(12)

@@ -14,7 +14,7 @@ from cllm.messages import Report, StepReport
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, call_tool, say
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
-from cllm.types import FinishReason, Request, RequestOutput
+from cllm.types import FinishReason, Prompt, Request, RequestOutput
 from tests.profiles import examples
 from tests.unit.text.test_detokenizer import oracle, woven
 
@@ -26,7 +26,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     other = list(say("something else").encode())
     for number, tokens in enumerate((prompt, other)):
         stops = stop if number == 0 else ()
-        loop.scheduler.add(Request(id=str(number), prompt=tuple(tokens), max_tokens=500, stop=stops))
+        loop.scheduler.add(Request(id=str(number), prompt=Prompt(tuple(tokens)), max_tokens=500, stop=stops))
     while not loop.scheduler.idle:
         loop.step()
     loop.scheduler.check_idle()

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 class CachedPrefix:
     """The KV of exactly `tokens`, in some tier; without a checkpoint it can be cut to `min_length`."""
 
-    __slots__ = ("__weakref__", "checkpoints", "min_length", "tenant", "tokens")
+    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "tenant", "tokens")
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class CachedPrefix:
         tokens: Sequence[int],
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
+        position: int | None = None,
     ) -> None:
+        """`tenant` is the key of its prompt. Of text, its next position is its length."""
+        self.position = len(tokens) if position is None else position
         self.tenant = tenant
         self.tokens = array("i", tokens)
         self.checkpoints = checkpoints  # shortest first

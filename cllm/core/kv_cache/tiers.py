@@ -28,8 +28,9 @@ class Entry(CachedPrefix):
         state: KVState,
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
+        position: int | None = None,
     ) -> None:
-        super().__init__(tenant, tokens, checkpoints, min_length)
+        super().__init__(tenant, tokens, checkpoints, min_length, position)
         self.state = state
         self.size = get_entry_size(len(tokens), len(state) + count_bytes(checkpoints))
 
@@ -129,8 +130,9 @@ class SlotContent(CachedPrefix):
         segments: list[CellSegment],
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
+        position: int | None = None,
     ) -> None:
-        super().__init__(tenant, tokens, checkpoints, min_length)
+        super().__init__(tenant, tokens, checkpoints, min_length, position)
         self.seq_id = seq_id
         self.segments = segments
 
@@ -154,8 +156,8 @@ class DeviceKVCache(PrefixTier[SlotContent]):
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Cells by slot, as the KV memory must have them."""
-        return {seq_id: len(content.tokens) for seq_id, content in self._by_slot.items()}
+        """The next position of each slot, as the KV memory must have it."""
+        return {seq_id: content.position for seq_id, content in self._by_slot.items()}
 
     def get(self, seq_id: int) -> SlotContent | None:
         return self._by_slot.get(seq_id)

@@ -20,7 +20,7 @@ from cllm.llm import LLM, AsyncLLM
 from cllm.messages import TokenizeChat, Tokens
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.text.chat_format import GENERIC, ChatFormat
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks, Request
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Prompt, ReasoningMarks, Request
 from tests.driver.thread_engine import make_llm
 from tests.unit.text.formats import FORMATS
 
@@ -143,7 +143,7 @@ def test_an_object_that_is_no_call_is_text(llm: LLM) -> None:
 
 def plan(chat_format: ChatFormat, constraint: ConstraintSpec, **fields: Any) -> ChatPlan:
     conversation = Conversation(messages=({"role": "user", "content": "?"},), **fields)
-    request = Request(id="1", prompt=(), max_tokens=9, constraint=constraint)
+    request = Request(id="1", prompt=Prompt(()), max_tokens=9, constraint=constraint)
     return ChatPlan(conversation, chat_format, request, TokenizeChat(conversation.for_template()), None)
 
 

@@ -26,7 +26,7 @@ from cllm.messages import (
     Unready,
     UseSlot,
 )
-from cllm.types import FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
+from cllm.types import FinishReason, Limits, ModelInfo, Prompt, Request, RequestOutput, Snapshot, Usage
 
 INFO = ModelInfo(
     name="model",
@@ -100,7 +100,9 @@ class Gateway:
             replica.become_ready()
 
     def submit(self, name: str, *, prompt: Sequence[int] = (1, 2, 3), prefix: Sequence[int] = ()) -> None:
-        request = Request(id=name, prompt=tuple(prompt), generated_prefix=tuple(prefix), max_tokens=100)
+        request = Request(
+            id=name, prompt=Prompt(tuple(prompt)), generated_prefix=tuple(prefix), max_tokens=100
+        )
         self.relay.handle(Submit(request))
 
     def find(self, name: str) -> tuple[FakeReplica, Request]:

@@ -12,7 +12,7 @@ from cllm.cluster.replica import ReplicaServer, ReplicaSettings
 from cllm.config import EngineConfig
 from cllm.messages import Died, Ready, StepReport, Submit
 from cllm.testing import FakeVocabulary, say
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams
 
 LIMIT_S = 30.0
 
@@ -59,7 +59,7 @@ class FakeGateway:
     def submit(self, name: str, text: str) -> None:
         tokens = FakeVocabulary().tokenize(say(text), add_special=False, parse_special=False)
         sampling = SamplingParams(temperature=0)
-        request = Request(id=name, prompt=tuple(tokens), max_tokens=600, sampling=sampling)
+        request = Request(id=name, prompt=Prompt(tuple(tokens)), max_tokens=600, sampling=sampling)
         self.link.send(Submit(request))
 
     @property

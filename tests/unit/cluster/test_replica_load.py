@@ -5,7 +5,7 @@ from __future__ import annotations
 from cllm.cluster.block_hashes import hash_blocks
 from cllm.cluster.replica_load import ReplicaLoad
 from cllm.messages import StepStats
-from cllm.types import FinishReason, Limits, Request, RequestOutput
+from cllm.types import FinishReason, Limits, Prompt, Request, RequestOutput
 
 LIMITS = Limits(sequences=2, cells=512, sequence_cells=256, request_tokens=256, batch_tokens=64)
 PROMPT = tuple(range(130))
@@ -23,7 +23,7 @@ def end(name: str, tokens: tuple[int, ...] = ()) -> RequestOutput:
 
 def test_a_request_is_pending_until_its_first_token_and_leaves_its_blocks() -> None:
     load = make_load()
-    load.submitted(Request(id="r", prompt=PROMPT, max_tokens=9, tenant="t"), 1.0)
+    load.submitted(Request(id="r", prompt=Prompt(PROMPT), max_tokens=9, tenant="t"), 1.0)
     assert load.report().requests == {"r": 130}
     load.processed([RequestOutput(request_id="r", tokens=(1,))], StepStats(), 2.0)
     assert load.report().requests == {"r": 0}
@@ -32,9 +32,9 @@ def test_a_request_is_pending_until_its_first_token_and_leaves_its_blocks() -> N
     assert report.requests == {} and report.speed.slot_s == 4.0
     whole = (*PROMPT, 1, *range(62), 0)
     assert set(report.blocks or ()) == set(hash_blocks(whole, "t")) and len(report.blocks or ()) == 3
-    load.submitted(Request(id="again", prompt=PROMPT, max_tokens=9, tenant="t"), 6.0)
+    load.submitted(Request(id="again", prompt=Prompt(PROMPT), max_tokens=9, tenant="t"), 6.0)
     assert load.report().requests == {"again": 130 - 128}
-    load.submitted(Request(id="foreign", prompt=PROMPT, max_tokens=9, tenant="u"), 6.0)
+    load.submitted(Request(id="foreign", prompt=Prompt(PROMPT), max_tokens=9, tenant="u"), 6.0)
     assert load.report().requests["foreign"] == 130
 
 
@@ -43,7 +43,7 @@ def test_blocks_are_reported_when_they_change_and_are_bounded_by_the_memory() ->
     assert load.report().blocks == []
     assert load.report().blocks is None
     for number in range(9):
-        load.submitted(Request(id=f"{number}", prompt=(number,) * 65, max_tokens=1), 0.0)
+        load.submitted(Request(id=f"{number}", prompt=Prompt((number,) * 65), max_tokens=1), 0.0)
     assert len(load.report().blocks or ()) == LIMITS.cells // 64
     load.forget_blocks()
     assert load.report().blocks == []
@@ -63,7 +63,7 @@ def test_speed_is_that_of_steps_with_a_prompt() -> None:
 def test_what_waits_is_beyond_the_slots() -> None:
     load = make_load()
     for number in range(5):
-        load.submitted(Request(id=f"{number}", prompt=(1,), max_tokens=1), 0.0)
+        load.submitted(Request(id=f"{number}", prompt=Prompt((1,)), max_tokens=1), 0.0)
     assert load.waiting == 3
     load.reset(LIMITS)
     assert load.waiting == 0 and load.report().requests == {}

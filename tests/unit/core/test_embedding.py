@@ -23,7 +23,7 @@ from cllm.messages import (
 )
 from cllm.testing import END_TOKEN, FakeRunner, expected_vector
 from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, Failure, FinishReason, Request, RequestOutput, Usage
+from cllm.types import EmbedLimits, Failure, FinishReason, Prompt, Request, RequestOutput, Usage
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
@@ -223,9 +223,9 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_no_request() -> None:
     runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
     driver = StepDriver(runner)
     driver.enqueue(
-        Request(id="a", prompt=(), max_tokens=0, embed=((1, 2),)),
-        Request(id="b", prompt=(), max_tokens=0, embed=((3,),)),
-        Request(id="c", prompt=(1,), max_tokens=9),
+        Request(id="a", prompt=Prompt(()), max_tokens=0, embed=((1, 2),)),
+        Request(id="b", prompt=Prompt(()), max_tokens=0, embed=((3,),)),
+        Request(id="c", prompt=Prompt((1,)), max_tokens=9),
     )
     with pytest.raises(EngineDied, match="two steps in a row"):
         driver.core.run()
@@ -305,7 +305,7 @@ def test_random_workloads(seed: int) -> None:
 
 
 def call(name: str, *inputs: bytes) -> Request:
-    return Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs)))
+    return Request(id=name, prompt=Prompt(()), max_tokens=0, embed=tuple(map(tuple, inputs)))
 
 
 def done(name: str) -> RequestOutput:
@@ -341,7 +341,7 @@ def test_embedding_requests_take_no_slots(
         engine.submit(call(f"e{number}", b"x"), BlockingOutputStream)
     assert len(host.submitted()) == MAX_EMBEDDING_REQUESTS
     for number in range(6):
-        engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingOutputStream)
+        engine.submit(Request(id=f"g{number}", prompt=Prompt((1,)), max_tokens=1), BlockingOutputStream)
     assert host.submitted()[MAX_EMBEDDING_REQUESTS:] == ["g0", "g1", "g2", "g3"]
     host.say(done("e0"))
     assert host.submitted()[-1] == f"e{MAX_EMBEDDING_REQUESTS}"
@@ -390,7 +390,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
 def test_an_embedding_model_refuses_generation_at_once() -> None:
     def use(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequest, match="generates no text") as refusal:
-            engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
+            engine.submit(Request(id="g", prompt=Prompt((1,)), max_tokens=1), BlockingOutputStream)
         assert refusal.value.field == "model"
         (delta,) = list(engine.submit(call("e", b"x"), BlockingOutputStream))
         assert delta.embeddings == (expected_vector(b"x"),)

@@ -14,13 +14,22 @@ from cllm.core.slot_pool import SlotPool
 from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN
-from cllm.types import FinishReason, Limits, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
+from cllm.types import (
+    FinishReason,
+    Limits,
+    Prompt,
+    ReasoningLimit,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 
 LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
 
 
 def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
-    return Sequence(Request(id="r", prompt=tuple(prompt), max_tokens=max_tokens, **fields), capacity)
+    return Sequence(Request(id="r", prompt=Prompt(tuple(prompt)), max_tokens=max_tokens, **fields), capacity)
 
 
 def run(sequence: Sequence) -> Sequence:

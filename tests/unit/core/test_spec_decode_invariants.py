@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import Drafter, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.testing import FakeRunner, expected_text, next_token
-from cllm.types import FinishReason, Request, SamplingParams, Usage
+from cllm.types import FinishReason, Prompt, Request, SamplingParams, Usage
 from tests.driver.engine import StepDriver
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
@@ -139,7 +139,7 @@ def test_an_end_inside_accepted_drafts_leaves_no_draft_behind(stop: int) -> None
     text = expected_text(prompt, 40, ends=False)
     sampling = SamplingParams(ignore_eos=True)
     stopped = Request(
-        id="stopped", prompt=prompt, max_tokens=40, sampling=sampling, stop=(text[stop : stop + 3],)
+        id="stopped", prompt=Prompt(prompt), max_tokens=40, sampling=sampling, stop=(text[stop : stop + 3],)
     )
     driver.submit(stopped)
     driver.run()  # the driver checks that each state in RAM is that of its tokens

@@ -28,14 +28,14 @@ from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenant
 from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.supervisor import Backoff
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
-    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens)
+    return Request(id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens)
 
 
 class ScriptedExecutor:
@@ -142,7 +142,9 @@ def test_a_place_kept_for_a_tenant_that_has_left_is_given_away_in_time(
 
     def ask(name: str) -> None:
         tenant = name.rstrip("0123456789")
-        engine.submit(Request(id=name, prompt=(1,), max_tokens=5, tenant=tenant), BlockingOutputStream)
+        engine.submit(
+            Request(id=name, prompt=Prompt((1,)), max_tokens=5, tenant=tenant), BlockingOutputStream
+        )
 
     ask("left1")
     ask("stays1")
@@ -174,7 +176,7 @@ def test_submitting_and_cancelling_cost_the_same_however_many_wait(
 
     def submit(number: int) -> OutputStream:
         tenant, timeout_s = f"t{number % tenants}", 1000.0 + number
-        one = Request(id=f"r{number}", prompt=(1,), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
+        one = Request(id=f"r{number}", prompt=Prompt((1,)), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
         return engine.submit(one, BlockingOutputStream)
 
     few, many = 500, 10_000 if tenants > 1 else 14_000

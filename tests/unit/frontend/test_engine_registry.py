@@ -30,7 +30,7 @@ from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
-from cllm.types import Health, Request
+from cllm.types import Health, Prompt, Request
 from cllm.workers.executor import Receive, TokenizerClient
 from tests.profiles import examples
 
@@ -343,7 +343,7 @@ def test_tenants_have_one_account_over_all_models() -> None:
         registry = make_registry(loader)
         ant, bee = await use(registry, "ant"), await use(registry, "bee")
         for number, lease in enumerate((ant, bee)):
-            request = Request(id=str(number), prompt=(1, 2, 3), max_tokens=4, tenant="ann")
+            request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
             lease.engine.submit(request, AsyncOutputStream)
         tenant = registry.default.engine.tenants.find("ann")  # type: ignore[union-attr]
         assert tenant.running == 2 and tenant.virtual == 6

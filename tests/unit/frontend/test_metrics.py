@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
 from cllm.messages import ClusterReport, ReplicaStatus
-from cllm.types import FinishReason, Request, RequestOutput, Usage
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, Usage
 from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
@@ -34,7 +34,7 @@ def test_the_exposition_is_the_same(values: list[float]) -> None:
 
 def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> None:
     old, new = EngineClient(ScriptedExecutor()), EngineClient(ScriptedExecutor())
-    new.submit(Request(id="r0", prompt=(1, 2, 3), max_tokens=1), BlockingOutputStream)
+    new.submit(Request(id="r0", prompt=Prompt((1, 2, 3)), max_tokens=1), BlockingOutputStream)
     assert old.metrics.registry.get_sample_value("cllm_queue_requests") == 0
     new.use_metrics(old.metrics)
     assert new.metrics is old.metrics

@@ -17,7 +17,7 @@ from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import FairQueue, RequestQueue
 from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
-from cllm.types import EmbedLimits, Limits, Request, RequestOutput, TenantLimits
+from cllm.types import EmbedLimits, Limits, Prompt, Request, RequestOutput, TenantLimits
 from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last
 
@@ -71,7 +71,7 @@ class Line:
         prompt = (1,) * tokens
         request = Request(
             id=name,
-            prompt=() if embed else prompt,
+            prompt=Prompt(() if embed else prompt),
             max_tokens=100,
             tenant=tenant,
             priority=priority,
@@ -457,12 +457,12 @@ def test_cancelling_a_suspect_that_waits_lets_the_others_go() -> None:
     engine = EngineClient(executor)
     engine.start()
     for name in ("suspect", "other"):
-        engine.submit(Request(id=name, prompt=(1,), max_tokens=5), BlockingOutputStream)
+        engine.submit(Request(id=name, prompt=Prompt((1,)), max_tokens=5), BlockingOutputStream)
     for _ in range(2):
         engine._backoff.progress()
         executor.die()
     assert executor.submitted() == ["suspect"], "each alone"
-    late = engine.submit(Request(id="late", prompt=(1,), max_tokens=5), BlockingOutputStream)
+    late = engine.submit(Request(id="late", prompt=Prompt((1,)), max_tokens=5), BlockingOutputStream)
     engine.cancel("other")
     executor.say(last("suspect"))
     assert executor.submitted() == ["suspect", "late"] and not late.finished
@@ -487,10 +487,10 @@ def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:
 def test_without_limits_nothing_is_refused_and_nothing_times_out(clock: Clock) -> None:
     queue = RequestQueue(3)
     for number in range(3):
-        request = Request(id=str(number), prompt=(1,) * 1000, max_tokens=1)
+        request = Request(id=str(number), prompt=Prompt((1,) * 1000), max_tokens=1)
         assert queue.admit(request, Silent(request.id), None).timeout_s is None
     with pytest.raises(QueueFull):
-        queue.admit(Request(id="more", prompt=(1,), max_tokens=1), Silent("more"), None)
+        queue.admit(Request(id="more", prompt=Prompt((1,)), max_tokens=1), Silent("more"), None)
 
 
 def test_a_request_is_charged_for_its_prompt_once_however_often_it_is_sent(clock: Clock) -> None:
@@ -510,7 +510,7 @@ def test_an_input_to_embed_may_have_as_many_tokens_as_the_model_takes(clock: Clo
     line.ask(tokens=512, embed=True)
     with pytest.raises(ContextLengthExceeded):
         line.ask(tokens=513, embed=True)
-    unknown = Request(id="early", prompt=(), max_tokens=0, embed=((1,) * 513,))
+    unknown = Request(id="early", prompt=Prompt(()), max_tokens=0, embed=((1,) * 513,))
     line.queue.admit(unknown, Silent("early"), None)  # the engine has not said its limits yet
 
 

@@ -15,7 +15,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, window
 from cllm.frontend.request_state import Stage
 from cllm.frontend.tenants import Tenant
-from cllm.types import Request, TenantLimits
+from cllm.types import Prompt, Request, TenantLimits
 from tests.driver.thread_engine import BlockingOutputStream
 from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
@@ -49,7 +49,7 @@ class QueueMachine(RuleBasedStateMachine):
         name = f"r{len(self.streams)}"
         request = Request(
             id=name,
-            prompt=(1,) * tokens,
+            prompt=Prompt((1,) * tokens),
             max_tokens=10,
             tenant=tenant,
             priority=priority,

@@ -15,7 +15,15 @@ from cllm.frontend.request_state import Stage
 from cllm.messages import Command, Died, Report, StepReport, Submit
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from cllm.workers.executor import Receive, TokenizerClient
 from tests.driver.engine import Answer, StepDriver
 from tests.driver.thread_engine import BlockingOutputStream
@@ -56,7 +64,7 @@ def undisturbed(kind: int, prompt: int) -> Answer:
 
 def make_request(name: str, kind: int, prompt: int) -> Request:
     fields = {"timeout_s": 3600.0, "max_tokens": 24, **FIELDS[kind]}
-    return Request(id=name, prompt=tuple(b"prompt %d" % prompt), **fields)
+    return Request(id=name, prompt=Prompt(tuple(b"prompt %d" % prompt)), **fields)
 
 
 class SteppedExecutor:

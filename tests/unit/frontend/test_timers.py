@@ -17,7 +17,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.timers import Timers
 from cllm.messages import Cancel
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import FinishReason, Request, SamplingParams
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor, make_llm
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 
@@ -25,7 +25,7 @@ from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read,
 def request(name: str, timeout_s: float | None = None, max_tokens: int = 8) -> Request:
     sampling = SamplingParams(ignore_eos=True)
     return Request(
-        id=name, prompt=tuple(b"hello"), max_tokens=max_tokens, timeout_s=timeout_s, sampling=sampling
+        id=name, prompt=Prompt(tuple(b"hello")), max_tokens=max_tokens, timeout_s=timeout_s, sampling=sampling
     )
 
 
@@ -72,7 +72,7 @@ def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() 
     engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=2, step_s=0.5), EngineConfig()))
     engine.start()
     engine.loaded.result(5)
-    long = Request(id="long", prompt=tuple(b"x" * 60), max_tokens=4, timeout_s=0.1)
+    long = Request(id="long", prompt=Prompt(tuple(b"x" * 60)), max_tokens=4, timeout_s=0.1)
     late = engine.submit(long, BlockingOutputStream)
     neighbour = engine.submit(request("neighbour", max_tokens=3), BlockingOutputStream)
     assert code_of(late) == "deadline_exceeded"

@@ -14,7 +14,7 @@ from cllm.server.dialects.llama_server.completion import Completions, LimitedStr
 from cllm.server.dialects.openai.completions import make_usage
 from cllm.server.dialects.responses.responses import ResponseRenderer, echo
 from cllm.server.dialects.responses.responses_body import ResponsesBody
-from cllm.types import FinishReason, Request, RequestOutput, Usage
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, Usage
 
 USAGE = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=80, cached_from="ram")
 LAST = RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH, usage=USAGE)
@@ -51,7 +51,7 @@ def test_a_message_counts_cached_tokens_apart() -> None:
 def test_the_timings_of_a_completion_say_where_cached_tokens_came_from() -> None:
     async def complete() -> dict[str, Any]:
         body = LlamaCompletionBody.parse({"prompt": "x"})
-        request = Request(id="r", prompt=(), max_tokens=4)
+        request = Request(id="r", prompt=Prompt(()), max_tokens=4)
         call = Completions(body, request, "m", 100, [((), "x")])
         return plain(call.whole(0, LimitedStream("r"), [LAST]))
 

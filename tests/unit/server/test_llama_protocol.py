@@ -26,7 +26,7 @@ from cllm.server.dialects.llama_server.completion import LineLimits
 from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.generation import GenerationBody
 from cllm.server.timings import make_timings
-from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
+from cllm.types import SEED_SPACE, Prompt, Request, SamplingParams, TokenLogprob
 
 
 def body(**fields: Any) -> LlamaCompletionBody:
@@ -194,7 +194,7 @@ def test_response_fields() -> None:
 
 
 def test_settings_have_its_names() -> None:
-    request = Request(id="", prompt=(), max_tokens=3, sampling=SamplingParams(seed=5), stop=("x",))
+    request = Request(id="", prompt=Prompt(()), max_tokens=3, sampling=SamplingParams(seed=5), stop=("x",))
     found = answers.make_settings(request)
     assert (found["repeat_penalty"], found["repeat_last_n"], found["seed"]) == (1.0, 64, 5)
     assert found["stop"] == ("x",) and "stop" not in answers.make_settings(request, brief=True)

@@ -13,14 +13,14 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.sse import EventStream
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import FinishReason, Request, SamplingParams
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.thread_engine import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)
 
 
 def ask(name: str, max_tokens: int) -> Request:
-    return Request(id=name, prompt=tuple(name.encode()), max_tokens=max_tokens, sampling=ENDLESS)
+    return Request(id=name, prompt=Prompt(tuple(name.encode())), max_tokens=max_tokens, sampling=ENDLESS)
 
 
 def running(**options: Any) -> EngineClient:

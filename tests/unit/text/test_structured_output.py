@@ -22,7 +22,15 @@ from cllm.messages import CheckConstraint, Refused, Report, StepReport
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text import structured_output
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder, _allocated_bytes
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.masks import get_mask
 from tests.profiles import examples
@@ -42,7 +50,7 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
         loop.scheduler.add(
             Request(
                 id=str(number),
-                prompt=tuple(b"prompt %d" % number),
+                prompt=Prompt(tuple(b"prompt %d" % number)),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(seed=seed),
                 constraint=constraint,

@@ -17,7 +17,7 @@ from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.messages import Submit, Text, TokenizeText
 from cllm.testing import expected_text
-from cllm.types import FinishReason, Health, Request, SamplingParams
+from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
 from cllm.workers.supervisor import Backoff, Supervisor
 from tests.driver.server import wait_for
@@ -50,7 +50,7 @@ class StartFailure:
 
 
 def request(name: str) -> Request:
-    return Request(id=name, prompt=tuple(name.encode()), max_tokens=8)
+    return Request(id=name, prompt=Prompt(tuple(name.encode())), max_tokens=8)
 
 
 def test_an_engine_that_ends_itself_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_a_request_that_no_message_can_carry_is_refused(value: dict[str, Any], m
     executor = ProcessExecutor(EngineConfig())
     sampling = SamplingParams(seed=value.pop("seed", 0))
     with pytest.raises(InvalidRequest, match=match):
-        executor.send(Submit(Request(id="r", prompt=(1,), max_tokens=1, sampling=sampling, **value)))
+        executor.send(Submit(Request(id="r", prompt=Prompt((1,)), max_tokens=1, sampling=sampling, **value)))

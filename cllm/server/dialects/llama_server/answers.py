@@ -122,7 +122,7 @@ COMPLETION_EXAMPLE = LlamaCompletion(
     tokens_predicted=3,
     tokens_evaluated=4,
     tokens_cached=6,
-    generation_settings=make_settings(Request(id="", prompt=(), max_tokens=3)),
+    generation_settings=make_settings(Request(id="", max_tokens=3)),
     prompt="1+1=",
     has_new_line=True,
     truncated=False,
@@ -218,7 +218,7 @@ def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a request that gives none."""
     body = LlamaCompletionBody.parse({"prompt": "", **defaults})
     sampling = msgspec.structs.replace(body.sampling(1 << 31), seed=None)
-    settings = make_settings(Request(id="", prompt=(), max_tokens=0, sampling=sampling), brief=True)
+    settings = make_settings(Request(id="", max_tokens=0, sampling=sampling), brief=True)
     seed = SEED_SPACE if body.seed is None or body.seed < 0 else body.seed
     return {**settings, "seed": seed, "n_predict": body.n_predict, "max_tokens": body.n_predict}
 

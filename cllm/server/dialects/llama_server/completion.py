@@ -277,12 +277,16 @@ async def complete(
     )
     request, prompts = await prepare(engine, request, inputs, body.biases)
     shown = [
-        await spell(engine, tokens) if text is None else text
+        await spell(engine, tokens.items) if text is None else text
         for tokens, text in zip(prompts, texts, strict=True)
     ]
     info, limits = loaded(engine)
     call = Completions(
-        body, request, info.name, limits.request_tokens, list(zip(prompts, shown, strict=True))
+        body,
+        request,
+        info.name,
+        limits.request_tokens,
+        [(prompt.items, text) for prompt, text in zip(prompts, shown, strict=True)],
     )
     streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:

@@ -26,7 +26,7 @@ from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import check_tokens, make_request, model_name, prepare, use_engine
 from cllm.server.timings import TimedResponse, get_timings, make_timings
 from cllm.text.prompt import Gap, RawText
-from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
+from cllm.types import FinishReason, Prompt, RequestOutput, TokenLogprob, Usage
 
 _replace = msgspec.structs.replace
 _json = msgspec.json.Encoder()
@@ -279,7 +279,7 @@ async def _events(
     dialect: Dialect,
     body: CompletionBody,
     head: CompletionResponse,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     echoes: Sequence[str],
     streams: Sequence[AsyncOutputStream],
 ) -> AsyncIterator[bytes]:

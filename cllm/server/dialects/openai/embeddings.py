@@ -344,7 +344,7 @@ async def embed(
 ) -> tuple[Sequence[bytes], EmbeddingUsage] | None:
     """The embeddings of inputs in their order, or None if the client disconnected."""
     tenant = http.scope["state"]["tenant"].name
-    request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs, tenant=tenant)
+    request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant)
     collected = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     if collected is None:
         return None
