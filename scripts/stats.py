@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REQUEST_PACKAGES = ("core", "frontend", "workers", "engine", "child.py", "text_child.py")  # old and new
-NOT_RUNTIME = {"gguf.py", "memory.py", "probe.py", "fingerprint.py", "identity.py"}
+REQUEST_PACKAGES = ("core", "frontend", "workers", "messages.py")
+NOT_RUNTIME = {"gguf.py", "memory.py", "probe.py", "fingerprint.py", "dry_load.py"}  # at start-up only
 # Bars of the tree as it is. They rise only in a commit that says for what.
 MAX_FILES = 223
 MAX_LINES = 44_000
