@@ -45,7 +45,7 @@ BLOCK = re.compile(r"^```(?:sh|console|bash)\n(.*?)^```", re.DOTALL | re.MULTILI
 PAGES = (
     ROOT / "README.md",
     ROOT / "SECURITY.md",
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "log.md"),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.name.startswith("log")),
 )
 CLLM = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'from cllm.cli.main import main; main()' \"$@\"\n"
 

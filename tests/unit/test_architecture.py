@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -167,10 +165,3 @@ def test_words_are_the_fields() -> None:
             if word := FORBIDDEN.search(line):
                 found.append(f"{module}:{number} {word.group()!r}")
     assert not found
-
-
-def test_the_table_of_modules_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/module_table.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
