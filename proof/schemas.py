@@ -198,13 +198,7 @@ def describe(outcomes: Sequence[Outcome], used: dict[str, int]) -> list[str]:
 
 
 def run(
-    model: Path | None,
-    threads: int,
-    out: Path | None,
-    schemas: int,
-    seed: int,
-    rounds: int,
-    tokens: int,
+    model: Path | None, threads: int, out: Path | None, schemas: int, seed: int, rounds: int, tokens: int
 ) -> int:
     """Both parts; 0 if all is well, else 1."""
     settings = ServerSettings(model, CLIENTS, 1024 * CLIENTS, threads)
