@@ -148,9 +148,7 @@ class BenchRun:
                 BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
             ]
             run_load(
-                server.address,
-                server.peer.api,
-                single_requests("warm-up", requests, definition.parallel),
+                server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel)
             )
             if definition.fill:
                 fill = make_fill(definition, self.tokens_per_word[definition.text])

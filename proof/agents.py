@@ -399,10 +399,7 @@ def pass_thinking(url: str) -> str:
     script = say("<think>\nA plan.\n</think>\n\nLet me see.", "It rains.")
     question: anthropic.types.MessageParam = {"role": "user", "content": f"Rain? {script}"}
     with client.messages.stream(
-        model=MODEL,
-        max_tokens=4096,
-        thinking={"type": "enabled", "budget_tokens": 1024},
-        messages=[question],
+        model=MODEL, max_tokens=4096, thinking={"type": "enabled", "budget_tokens": 1024}, messages=[question]
     ) as stream:
         first = stream.get_final_message()
     kinds = [block.type for block in first.content]

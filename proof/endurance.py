@@ -26,11 +26,11 @@ from bench.command import serving
 from bench.footprint import descendants
 from bench.peers import RunningPeer, ServerSettings
 from proof.command import make_parser
-from proof.evidence import Bar, Evidence, Series, record
-from proof.load import Ledger
+from proof.evidence import Bar, Evidence, Series, record, theil_sen
+from proof.load import Ledger, LoadGenerator
 from proof.shared.answers import Client
 from proof.shared.counters import nothing_left, read_counters
-from proof.shared.mixed import REFUSALS, Ask, Closed, MixedRequests, connect, exchange, send
+from proof.shared.mixed import Ask, MixedRequests, connect, exchange, send
 from tests.driver.server import find_workers
 from tests.tiny_architectures import make_all
 
@@ -64,10 +64,14 @@ class Endurance:
     first: str  # the names of the models
     second: str
     seconds: float
-    ledger: Ledger = field(default_factory=Ledger)
+    generator: LoadGenerator
     samples: list[Sample] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.generator.ledger
 
     @property
     def over(self) -> bool:
@@ -79,30 +83,13 @@ class Endurance:
 
     async def _client(self, number: int) -> None:
         requests = MixedRequests(100 + number, max_tokens=12, prompt_words=20, model=self.first)
-        connection = None
         count = 0
         while not self.over:
             ask = requests.draw()
             count += 1
             if count % SECOND_EVERY == 0:
                 ask = replace(ask, body={**ask.body, "model": self.second})
-            sent = time.monotonic()
-            connection = connection or await connect(self.server.address.port)
-            try:
-                reply = await asyncio.wait_for(exchange(connection, ask), 120)
-            except (Closed, TimeoutError, OSError) as error:
-                self.ledger.fault("lost", ask, f"{type(error).__name__} {error}")
-                connection[1].close()
-                connection = None
-                continue
-            if reply.status in REFUSALS:
-                self.ledger.outcomes["refused"] += 1
-            elif reply.status != 200 or ask.ends(reply.body) != 1:
-                self.ledger.fault("wrong", ask, f"{reply.status} {reply.body[-200:]!r}")
-            else:
-                self.ledger.outcomes["answered"] += 1
-                self.ledger.answered += ask.sequences
-                self.ledger.times.append((sent - self.began, reply.total_s))
+            await self.generator.ask(ask)
 
     async def _sample(self) -> None:
         values = np.random.default_rng(1).random(PROBE)
@@ -194,17 +181,6 @@ def take_sample(pid: int, began: float, ledger: Ledger, probe_s: float) -> Sampl
     return Sample(time.monotonic() - began, requests, anonymous, descriptors, threads, probe_s)
 
 
-def theil_sen(points: list[tuple[float, float]]) -> float:
-    """The median slope of all pairs of points."""
-    slopes = [
-        (y2 - y1) / (x2 - x1)
-        for place, (x1, y1) in enumerate(points)
-        for x2, y2 in points[place + 1 :]
-        if x2 > x1
-    ]
-    return statistics.median(slopes) if slopes else 0.0
-
-
 def find_drift(run: Endurance) -> tuple[float, float]:
     """The last quarter by the first after the warm-up: the median time of a request, and of the probe."""
     spans = ((WARM_UP, WARM_UP + 0.25), (0.7, 0.95))  # without the kills at the end
@@ -231,7 +207,7 @@ def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
     }
     requests, probes = find_drift(run)
     drift, shown = requests / probes, f"{requests / probes:.3f} ({requests:.3f} by {probes:.3f})"
-    wrong = run.ledger.outcomes["lost"] + run.ledger.outcomes["wrong"]
+    wrong = sum(run.ledger.outcomes[what] for what in ("hung", "broken", "wrong"))
     same = counters["accepted"] == counters["finished"]
     return [
         Bar("memory, slope", "≤ 1,024 bytes a request", f"{slope:,.0f}", slope <= MAX_SLOPE),
@@ -257,7 +233,8 @@ def main(arguments: Sequence[str]) -> int:
         disk = ("--cache-ram-mb", "8", "--cache-disk-mb", "32", "--cache-dir", str(Path(name, "cache")))
         flags = (str(models["hybrid"]), *disk)
         with serving("endurance", settings, flags=flags, fails=True) as server:
-            run = Endurance(server, "dense", "hybrid", 60 * options.minutes)
+            generator = LoadGenerator(server.address.port)
+            run = Endurance(server, "dense", "hybrid", 60 * options.minutes, generator)
             asyncio.run(run.run())
             time.sleep(3.0)
             counters = read_counters(Client(server.address))

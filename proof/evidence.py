@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -64,6 +65,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     date: str = ""
     machine: str = ""
     commit: str = ""
+
+
+def theil_sen(points: Sequence[tuple[float, float]]) -> float:
+    """The median slope of all pairs of points."""
+    slopes = [
+        (y2 - y1) / (x2 - x1)
+        for place, (x1, y1) in enumerate(points)
+        for x2, y2 in points[place + 1 :]
+        if x2 > x1
+    ]
+    return median(slopes) if slopes else 0.0
 
 
 def record(evidence: Evidence, folder: Path = FOLDER) -> int:

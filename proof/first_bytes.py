@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.command import run_command, serving
+from bench.figures import percentile
 from bench.peers import ServerSettings
 from proof.command import make_parser
 
@@ -92,10 +93,6 @@ def measure(address: tuple[str, int], tokens: int, rounds: int) -> dict[str, lis
     return timed
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def run_first_bytes(
     tokens: int = 4000,
     rounds: int = 50,
@@ -112,12 +109,12 @@ def run_first_bytes(
     for route, streams in timed.items():
         heads = [one.head_s for one in streams]
         firsts = [one.first_s for one in streams]
-        good = percentile(heads, 0.5) <= MAX_MEDIAN_S and percentile(heads, 0.99) <= MAX_P99_S
+        good = percentile(heads, 50) <= MAX_MEDIAN_S and percentile(heads, 99) <= MAX_P99_S
         late += not good
         print(
-            f"{route or f'prompts of {tokens} tokens'}: head after {1000 * percentile(heads, 0.5):.0f} ms "
-            f"(p99 {1000 * percentile(heads, 0.99):.0f} ms), first byte after "
-            f"{1000 * percentile(firsts, 0.5):.0f} ms (p99 {1000 * percentile(firsts, 0.99):.0f} ms), "
+            f"{route or f'prompts of {tokens} tokens'}: head after {1000 * percentile(heads, 50):.0f} ms "
+            f"(p99 {1000 * percentile(heads, 99):.0f} ms), first byte after "
+            f"{1000 * percentile(firsts, 50):.0f} ms (p99 {1000 * percentile(firsts, 99):.0f} ms), "
             f"{len(streams)} streams{'' if good else ': FAIL'}"
         )
     return 1 if late else 0

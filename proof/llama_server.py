@@ -32,10 +32,7 @@ from tests.driver.server import Server, wait_for
 ARGUMENTS = "-c 4096 -np 2 -t 1 --temp 0 --seed 1 --metrics --props --alias same --jinja --no-warmup"
 PROGRAM = ("from cllm.cli.main import main; main()", "llama-server")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-TOOL = {
-    "type": "function",
-    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
-}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Case(NamedTuple):

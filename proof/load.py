@@ -53,23 +53,23 @@ class Ledger:
 class LoadGenerator:
     """Sends mixed requests to a server: a number at a time, or at a rate."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int = 0) -> None:
         self._port = port
         self._requests = MixedRequests(seed)
         self._idle: list[Connection] = []
         self.ledger = Ledger()
         self._began = time.monotonic()
 
-    async def ask(self) -> None:
-        """One request, to its end."""
-        ask, ledger, sent = self._requests.draw(), self.ledger, time.monotonic()
+    async def ask(self, ask: Ask | None = None) -> None:
+        """One request, to its end; a mixed one unless it is given."""
+        ask, ledger, sent = ask or self._requests.draw(), self.ledger, time.monotonic()
         connection = self._take() or await connect(self._port)
         try:
             reply = await asyncio.wait_for(exchange(connection, ask), HANG_S)
         except TimeoutError:
             ledger.fault("hung", ask)
-        except Closed as error:
-            ledger.fault("broken", ask, str(error))
+        except (Closed, OSError) as error:
+            ledger.fault("broken", ask, f"{type(error).__name__} {error}")
         else:
             self._idle.append(connection)
             if reply.status in REFUSALS:

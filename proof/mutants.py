@@ -237,12 +237,7 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
                     f"{killed} of {other}, {killed / other:.1%}",
                     killed / other >= 0.9,
                 ),
-                Bar(
-                    "failures on the source as it is",
-                    "0",
-                    f"{failed} of {len(CONTROLS)} runs",
-                    not failed,
-                ),
+                Bar("failures on the source as it is", "0", f"{failed} of {len(CONTROLS)} runs", not failed),
             ],
             figures={
                 **{f"{name} killed": f"{modules[name] - lost[name]} of {modules[name]}" for name in modules},

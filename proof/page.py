@@ -1,11 +1,10 @@
-"""The page in Chromium for minutes: KV map and figures against the server, costs, SmolLM2.
+"""The page in Chromium for minutes: KV map and figures against the server, and costs.
 
 The quick tests are tests/e2e/test_page.py.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -284,42 +283,3 @@ def test_cost_of_four_listeners(scripted: Server) -> None:
     more = f"with {STREAMS} streams {alone:.2f}, with four listeners beside them {listened:.2f} ms"
     print(f"the HTTP process takes {quiet:.2f} ms a second, {more}")
     assert listened - alone <= MAX_LIVE_MS and quiet <= MAX_LIVE_MS
-
-
-# A real model ---------------------------------------------------------------------------------------
-
-
-def test_a_conversation_with_the_embedded_model(browser: Any, tmp_path: Path) -> None:
-    options = ("--parallel", "4", "--ctx-size", "8192")
-    with Server(tmp_path / "log", *options) as server, visiting(browser, server) as visitor:
-        page = visitor.page
-        page.click("#show-settings")
-        page.fill("#set-max_tokens", "60")
-        page.fill("#set-temperature", "0")
-        visitor.ask("What is the capital of France?")
-        assert visitor.answer.strip()
-        page.locator(".message.assistant .again").click()
-        visitor.wait_answered()
-        assert page.locator(".message.assistant .branch span").inner_text() == "2 of 2"
-        assert "from cache" in page.locator(".message.assistant .figures").inner_text()
-        page.fill("#set-max_tokens", "")
-        visitor.ask("Count from one to one thousand, in words.", wait=False)
-        page.wait_for_timeout(1500)
-        page.keyboard.press("Escape")
-        visitor.wait_answered()
-        wait_for(server.idle, 10)
-        page.fill("#set-max_tokens", "80")
-        schema = {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-        }
-        page.fill("#set-schema", json.dumps(schema))
-        visitor.ask("Name a city as JSON.")
-        assert set(json.loads(visitor.answer)) == {"city"}
-        count = page.locator(".message").count()
-        visitor.open()
-        assert page.locator(".message").count() == count
-        open_live(visitor)
-        visitor.page.wait_for_timeout(1500)
-        assert read_figures(visitor)["generated"] == read_metrics(server)["generated"]

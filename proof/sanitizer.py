@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import msgspec
 
@@ -31,7 +30,7 @@ from cllm.core.engine_core import EngineCore
 from cllm.messages import Report, Submit
 from cllm.types import Prompt, Request, SamplingParams
 from proof.command import ROOT, make_parser
-from proof.evidence import Bar, Evidence, Series, record
+from proof.evidence import Bar, Evidence, Series, record, theil_sen
 from tests.driver.engine import prepare_at_once
 from tests.driver.kinds import DENSE, HYBRID, SLIDING, Kind, open_runner
 from tests.tiny_architectures import make_all
@@ -138,10 +137,8 @@ def grow(name: str) -> None:
 
 
 def slope(sizes: Sequence[int]) -> float:
-    """Bytes a request: Theil–Sen over the blocks after those that fill caches."""
-    points = list(enumerate(sizes))[WARM_UP:]
-    pairs = ((later, earlier) for number, later in enumerate(points) for earlier in points[:number])
-    return median((late - early) / (x - y) for (x, late), (y, early) in pairs) / BLOCK
+    """Bytes a request, over the blocks after those that fill caches."""
+    return theil_sen(list(enumerate(sizes))[WARM_UP:]) / BLOCK
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,8 +25,8 @@ from bench.command import conclude, run_command, serving
 from bench.load import run_load
 from bench.peers import ServerSettings
 from bench.report import Spread, Table
-from bench.wire import Address, OpenAIApi, Post
-from bench.workloads.plan import BenchRequest, Plan, single_requests
+from bench.wire import Address, OpenAIApi
+from bench.workloads.plan import BenchRequest, single_requests
 from bench.workloads.text import words
 from cllm.errors import SetupError
 from proof.command import make_parser
@@ -38,7 +38,7 @@ ENDLESS = 10_000  # items: no stream gets there, so all are cut at the same numb
 
 
 def _list_of(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": ENDLESS}
+    return {"json_schema": {"type": "array", "items": items, "minItems": ENDLESS}}
 
 
 READING = {
@@ -51,8 +51,8 @@ READING = {
     "additionalProperties": False,
 }
 # Nothing is forced in digits and texts: each token is masked and sampled. In records most tokens are keys.
-SCHEMAS: Mapping[str, dict[str, Any] | None] = {
-    "free": None,
+SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "free": {},
     "digits": _list_of({"type": "integer", "minimum": 0, "maximum": 999_999_999}),
     "texts": _list_of({"type": "string", "minLength": 200, "maxLength": 400}),
     "records, keys forced": _list_of(READING),
@@ -60,72 +60,35 @@ SCHEMAS: Mapping[str, dict[str, Any] | None] = {
 UNFORCED = ("digits", "texts")  # what the bar is for
 
 
-class SchemaApi(OpenAIApi):
-    """`/v1/completions` with a schema, or without."""
-
-    def __init__(self, schema: dict[str, Any] | None) -> None:
-        super().__init__()
-        self._schema = schema
-
-    def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
-        plain = super().post(request, history)
-        if self._schema is None:
-            return plain
-        fields = {**json.loads(plain.body), "json_schema": self._schema}
-        return Post(plain.path, json.dumps(fields).encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One kind of answer over all rounds: tokens per second, and that against the same round's free text."""
-
-    kind: str
-    tokens_per_second: tuple[float, ...]
-    ratios: tuple[float, ...]
-
-
-def measure_cost(address: Address, rounds: int, tokens: int, temperature: float = 0.0) -> list[Cost]:
-    """Interleaved rounds, the order turning; the first warms up and is not counted. Raises SetupError."""
+def measure_cost(address: Address, rounds: int, tokens: int) -> dict[str, list[float]]:
+    """Tokens per second of each kind, in interleaved rounds; the first warms up. Raises SetupError."""
     rates: dict[str, list[float]] = {kind: [] for kind in SCHEMAS}
     kinds = list(SCHEMAS)
     for number in range(rounds + 1):
+        prompts = [words(f"constraint {number} {index}", 32) for index in range(CLIENTS)]
+        plan = single_requests("constraint cost", [BenchRequest(text, tokens) for text in prompts], CLIENTS)
         for place in range(len(kinds)):
             kind = kinds[(place + number) % len(kinds)]
-            workload = _workload(number, tokens, temperature)
-            load = run_load(address, SchemaApi(SCHEMAS[kind]), workload)
+            load = run_load(address, OpenAIApi(**SCHEMAS[kind]), plan)
             if load.errors:
                 raise SetupError(f"{kind}: {load.errors[0]}")
             if number:
                 rates[kind].append(load.tokens_per_second)
-    return [
-        Cost(kind, tuple(found), tuple(rate / free for rate, free in zip(found, rates["free"], strict=True)))
-        for kind, found in rates.items()
-    ]
+    return rates
 
 
-def _workload(number: int, tokens: int, temperature: float) -> Plan:
-    requests = [
-        BenchRequest(words(f"constraint {number} {index}", 32), tokens, temperature=temperature)
-        for index in range(CLIENTS)
-    ]
-    return single_requests("constraint cost", requests, CLIENTS)
+def show_cost(rates: Mapping[str, Sequence[float]]) -> list[str]:
+    """A table with the ratios to free text of the same round, then what is over the bar."""
+    rows, faults = [], []
+    for kind, found in rates.items():
+        ratio = Spread.of(rate / free for rate, free in zip(found, rates["free"], strict=True))
+        rows.append((kind, Spread.of(found).show(), ratio.show(3)))
+        if kind in UNFORCED and ratio.median < 1 - MAX_COST:
+            faults.append(f"FAIL: {kind}: {1 - ratio.median:.1%} fewer tokens/s, allowed are {MAX_COST:.0%}")
+    table = Table(("answer", "tokens/s", "against free text"), rows).markdown()
+    return [table, *faults, f"{CLIENTS} clients, load average {os.getloadavg()[0]:.1f}"]
 
 
-def show_cost(costs: Sequence[Cost]) -> list[str]:
-    """A table, then what is over the bar."""
-    rows = [
-        (cost.kind, Spread.of(cost.tokens_per_second).show(), Spread.of(cost.ratios).show(3))
-        for cost in costs
-    ]
-    lines = [Table(("answer", "tokens/s", "against free text"), rows).markdown()]
-    for cost in costs:
-        ratio = Spread.of(cost.ratios).median
-        if cost.kind in UNFORCED and ratio < 1 - MAX_COST:
-            lines.append(f"FAIL: {cost.kind}: {1 - ratio:.1%} fewer tokens/s, allowed are {MAX_COST:.0%}")
-    return [*lines, f"{CLIENTS} clients, load average {os.getloadavg()[0]:.1f}"]
-
-
-CLIENTS = 8
 WILD = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -235,14 +198,7 @@ def describe(outcomes: Sequence[Outcome], used: dict[str, int]) -> list[str]:
 
 
 def run(
-    model: Path | None,
-    threads: int,
-    out: Path | None,
-    schemas: int,
-    seed: int,
-    rounds: int,
-    tokens: int,
-    temperature: float,
+    model: Path | None, threads: int, out: Path | None, schemas: int, seed: int, rounds: int, tokens: int
 ) -> int:
     """Both parts; 0 if all is well, else 1."""
     settings = ServerSettings(model, CLIENTS, 1024 * CLIENTS, threads)
@@ -252,7 +208,7 @@ def run(
         lines = describe(outcomes, used)
         data: dict[str, Any] = {"outcomes": outcomes}
         if rounds:
-            costs = measure_cost(server.address, rounds, tokens, temperature)
+            costs = measure_cost(server.address, rounds, tokens)
             lines += ["", *show_cost(costs)]
             data["cost"] = costs
     failed = any(line.startswith("FAIL") for line in lines)
@@ -268,6 +224,5 @@ def main(arguments: Sequence[str]) -> int:
         seed=(1, "which ones"),
         rounds=(5, "of the cost; 0: leave it out"),
         tokens=(192, "of each stream of the cost"),
-        temperature=(0.0, "of the cost's streams"),
     )
     return run_command(parser, arguments, run)

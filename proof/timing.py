@@ -28,7 +28,6 @@ from tests.tiny_models import make_dense
 TRIES = 1000
 CONTROL_TRIES = 200
 PROMPT_BYTES = 400  # capital letters: a token each
-FRESH = 8  # prompts of A that are cached at a time, for B with its cache on
 ALPHA, PLAIN = 0.001, 1e-6
 WARM_UP = 20
 SETTINGS = (

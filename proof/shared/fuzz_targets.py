@@ -220,41 +220,20 @@ _OTHERS = (ConstraintKind.REGEX, ConstraintKind.GRAMMAR, ConstraintKind.CHOICE)
 _KINDS = (*(ConstraintKind.JSON_SCHEMA,) * 5, *_OTHERS)
 _SCALARS = (None, True, False, 0, 1, -1, 2, 3.5, 1e30, "", "a", "é", "\x00", 10**20)
 _TYPES = ("string", "integer", "number", "boolean", "null", "object", "array", "other")
-_LIMITS: tuple[str, ...] = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minimum",
-    "maximum",
-    "multipleOf",
+_LIMITS = (
+    *("minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum", "multipleOf"),
+    *("exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties"),
 )
-_LIMITS += ("exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties")
 _INNER = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _PATTERNS = ("^a+$", "(a+)+b", "[0-9]{2}", "a|b", "(", "\\d", ".*", "a{0,1000}", "(?=a)", "\\p{L}", "[^\\n]")
 _PLACES = ("#", "#/$defs/a", "#/$defs/b", "#/properties/a", "#/x", "http://127.0.0.1/x", "file:///etc/passwd")
 _NAMED = ("a", "b", "", "é", "$ref", "a/b~")
-_GRAMMARS: tuple[str, ...] = (
-    "root",
-    "::=",
-    ":",
-    '"a"',
-    "[a-z]",
-    "(",
-    ")",
-    "*",
-    "+",
-    "?",
-    "|",
-    "a",
-    "\n",
-    " ",
-    "start",
-    "/a/",
+_GRAMMARS = (
+    *("root", "::=", ":", '"a"', "[a-z]", "(", ")", "*", "+", "?", "|", "a", "\n", " ", "start", "/a/"),
+    *("{2,3}", "{9999}", "[^", "]", "%json {}", "\\x00", "%ignore", "<|x|>", "%llguidance {}"),
 )
-_GRAMMARS += ("{2,3}", "{9999}", "[^", "]", "%json {}", "\\x00", "%ignore", "<|x|>", "%llguidance {}")
 
 
 def make_grammar(data: bytes) -> None:
@@ -351,21 +330,10 @@ def _draw_schema(draw: Draw, depth: int) -> Any:
 
 _STATUS = (200,) * 9 + (401, 403, 404, 416, 301)
 _COMMIT = {"sha": "c0ffee" + "0" * 34}
-_KEYS: tuple[str, ...] = (
-    "type",
-    "path",
-    "size",
-    "lfs",
-    "oid",
-    "sha",
-    "Data",
-    "Files",
-    "Path",
-    "Size",
-    "Sha256",
-    "Type",
+_KEYS = (
+    *("type", "path", "size", "lfs", "oid", "sha", "Data", "Files", "Path", "Size", "Sha256", "Type"),
+    *("Message", "data", "models", "id", "downloads", "likes"),
 )
-_KEYS += ("Message", "data", "models", "id", "downloads", "likes")
 _ENTRIES = (
     *("file", "a.gguf", "a-Q4_K_M.gguf", "../x.gguf", "/x", "b\\c", "\ud800.gguf", "\x00", "..", ".", "tree"),
     *("a/b-00001-of-00002.gguf", "a" * 64, "sha256:" + "b" * 64, "c" * 40, ""),

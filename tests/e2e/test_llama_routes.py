@@ -88,11 +88,6 @@ def test_minus_one_means_no_limit_and_a_stop_word_ends_it(tiny: Server) -> None:
     assert answer["content"] == text[: text.index(stop)]
 
 
-def test_probabilities_come_when_asked_for(tiny: Server) -> None:
-    answer = completion(tiny, "1+1=", 3, n_probs=2)
-    assert [len(entry["top_logprobs"]) for entry in answer["completion_probabilities"]] == [2, 2, 2]
-
-
 def test_a_stream_ends_with_a_stop_event(tiny: Server) -> None:
     body = {"prompt": "1+1=", "n_predict": 5, "temperature": 0, "stream": True}
     pieces = stream(tiny, "/completion", body)

@@ -260,29 +260,6 @@ def test_a_disconnect_in_mid_stream_leaves_nothing_behind(
         next(iter(stream))
 
 
-def test_echoed_prompts_have_the_logprobs_of_their_tokens(client: openai.OpenAI, tiny: Server) -> None:
-    """As evaluation harnesses score a text: by echo, without generating."""
-    asked: Any = {"model": "any", "temperature": 0, "logprobs": 1}
-    said = client.completions.create(prompt="1, 2, 3, 4,", max_tokens=6, **asked).choices[0]
-    body = {"prompt": "1, 2, 3, 4,", "n_predict": 6, "temperature": 0, "return_tokens": True}
-    given = tiny.post("/encode", {"text": "1, 2, 3, 4,"}).json()["tokens"]
-    given += tiny.post("/completion", body).json()["tokens"]
-    echoed = client.completions.create(prompt=given, max_tokens=0, echo=True, **asked).choices[0]
-    assert echoed.text == f"1, 2, 3, 4,{said.text}" and echoed.finish_reason == "length"
-    assert said.logprobs is not None and echoed.logprobs is not None
-    tokens, logprobs = echoed.logprobs.tokens or [], echoed.logprobs.token_logprobs or []
-    assert "".join(tokens) == echoed.text and len(tokens) == len(given) and logprobs[0] is None
-    assert tokens[-6:] == said.logprobs.tokens
-    assert logprobs[-6:] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
-    more = client.completions.create(prompt=given, max_tokens=2, echo=True, **asked).choices[0]
-    assert more.logprobs is not None and len(more.logprobs.tokens or []) == len(tokens) + 2
-    chunks = list(client.completions.create(prompt=given, max_tokens=2, echo=True, stream=True, **asked))
-    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
-    assert [token for piece in pieces for token in piece.tokens or []] == more.logprobs.tokens
-    assert [at for piece in pieces for at in piece.text_offset or []] == more.logprobs.text_offset
-    assert "".join(chunk.choices[0].text for chunk in chunks) == more.text
-
-
 def test_reasoning_ends_at_its_budget(thinking: Server) -> None:
     """This model thinks for ever; without a budget nothing else comes."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "temperature": 0}

@@ -26,12 +26,6 @@ def test_encode_and_decode_round_trip(tiny: Server, embedded: Server, text: str)
         assert server.post("/decode", {"tokens": encoded["tokens"]}).json() == {"text": text}
 
 
-def test_control_tokens_in_text_are_plain_text(embedded: Server) -> None:
-    tokens = embedded.post("/encode", {"text": "<|im_end|>"}).json()["tokens"]
-    assert len(tokens) > 1
-    assert embedded.post("/decode", {"tokens": tokens}).json() == {"text": "<|im_end|>"}
-
-
 def test_nothing_encodes_to_nothing(tiny: Server) -> None:
     assert tiny.post("/encode", {"text": ""}).json() == {"tokens": [], "length": 0}
     assert tiny.post("/decode", {"tokens": []}).json() == {"text": ""}

@@ -63,13 +63,6 @@ def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
     return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
 
 
-def test_every_input_becomes_its_own_embedding_in_order() -> None:
-    driver = StepDriver(Spied(batch_tokens=64))
-    name = driver.embed(*texts(11, 10), b"x", b"y" * 63)
-    driver.finish()
-    check(driver, name)
-
-
 def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
     runner = Spied(batch_tokens=64)
     driver = StepDriver(runner)

@@ -9,14 +9,9 @@ import pytest
 from cllm.llm import LLM
 from cllm.models.store import embedded_model
 from proof.cpus import (
-    THREADS,
-    Outcome,
     Row,
     link_library,
-    make_command,
-    make_table,
     plan_rows,
-    read_report,
 )
 from proof.shared.model_tests import find_names
 from tests.driver.kinds import Kind
@@ -83,53 +78,6 @@ def test_a_folder_has_the_variants_of_its_row(row: Row, linked: set[str], tmp_pa
     link_library(library, row, folder)
     names = others | {f"libggml-cpu-{each}.so" for each in linked}
     assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in names}
-
-
-def test_several_threads_take_one_worker() -> None:
-    one, several, gemma = (
-        make_command(row, ["-n", "2"])[3:]
-        for row in (
-            Row("best", "x64"),
-            Row("threads", "x64", threads=THREADS),
-            Row("gemma", "x64", gemma=True),
-        )
-    )
-    assert one[-4:] == ["--loads", "model", "-n", "2"]
-    assert several[-6:] == ["--loads", "embedded", "-n", "2", "-n", "1"]
-    assert gemma[-4:] == ["--loads", "embedded", "-n", "2"]
-
-
-def test_counts_and_failures_are_read_from_the_report(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="passes"/>'
-        '<testcase classname="a" name="fails"><failure message="assert 1 == 2&#10;more"/></testcase>'
-        '<testcase classname="a" name="breaks"><error message="no server"/></testcase>'
-        '<testcase classname="a" name="skips"><skipped/></testcase></testsuite></testsuites>'
-    )
-    failures = ("a::fails: assert 1 == 2", "a::breaks: no server")
-    assert read_report(report) == Outcome(passed=1, failed=2, skipped=1, failures=failures)
-
-
-def test_the_table_has_every_row_with_its_outcome() -> None:
-    results = [
-        (Row("lowest", "x64"), Outcome(10, 0, 1, 61.4)),
-        (Row("AVX2", "haswell", reason="this CPU lacks AVX2"), None),
-        (Row("threads", "x64", threads=2), Outcome(9, 1, 1, 60.0, ("a::b",))),
-        (Row("gemma", "x64", gemma=True), Outcome(problem="the time is up")),
-    ]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in make_table(results).splitlines()]
-    assert cells[2:] == [
-        ["lowest", "x64", "1", "SmolLM2 135M", "10", "0", "1", "61", "passed"],
-        ["AVX2", "haswell", "1", "SmolLM2 135M", "–", "–", "–", "–", "not run: this CPU lacks AVX2"],
-        ["threads", "x64", "2", "SmolLM2 135M", "9", "1", "1", "60", "FAILED"],
-        ["gemma", "x64", "1", "Gemma 3 270M", "0", "0", "0", "0", "the time is up"],
-    ]
-
-
-def test_a_row_without_a_passed_test_is_not_good() -> None:
-    assert Outcome(1).good
-    assert not any(each.good for each in (Outcome(), Outcome(1, 1), Outcome(1, problem="stopped")))
 
 
 def open_embedded() -> object:

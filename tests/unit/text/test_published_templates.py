@@ -32,20 +32,6 @@ def rendered(template: str, *messages: dict[str, Any], tools: list[dict[str, Any
     return PromptBuilder(Spelled(), ChatTemplate(template)).render(Chat(messages, tuple(tools or ())))
 
 
-def test_plain_turns_with_trimmed_blocks() -> None:
-    template = """
-{%- for message in messages %}
-    {{- '<|turn|>' + message['role'] + '\\n' }}
-    {{- message['content'] | trim + '<|over|>' }}
-{% endfor %}
-{% if add_generation_prompt %}
-<|turn|>assistant
-{% endif %}"""
-    assert rendered(template, SYSTEM, USER) == (
-        "<|turn|>system\nBe brief.<|over|>\n<|turn|>user\nIs 1 < 2 & 3?<|over|>\n<|turn|>assistant\n"
-    ), "no HTML escapes, and blocks leave no blank lines"
-
-
 ALTERNATING = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('no room for a system role') }}{% endif %}
 {%- for message in messages %}
@@ -134,22 +120,6 @@ def test_a_template_that_wants_short_ids_gets_them() -> None:
     result = {**RESULT, "tool_call_id": call["id"]}
     text = rendered(WITH_TOOLS, USER, {**CALLING, "tool_calls": [call]}, result, tools=[TOOL])
     assert '"name": "add", "arguments": {}}</tool_call><result>3</result>' in text
-
-
-def test_loop_controls_methods_of_texts_and_reversed_slices() -> None:
-    template = """
-{%- for message in messages[::-1] -%}
-    {%- if message.role == 'tool' -%}{%- continue -%}{%- endif -%}
-    {%- if '</think>' in message.content -%}
-        {{- message.content.split('</think>')[-1].lstrip('\\n') -}}
-        {%- break -%}
-    {%- endif -%}
-{%- endfor -%}
-{%- if messages[-1].content.startswith('3') and not messages[-1].content.endswith('x') -%}
-!{{ messages[0].content[:2] | upper }}{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}
-{%- endif -%}"""
-    thoughts = {"role": "assistant", "content": "<think>hm</think>\nYes."}
-    assert ChatTemplate(template).render(messages=[USER, thoughts, RESULT]) == "Yes.!IS1"
 
 
 def test_generation_blocks_show_their_inside_and_see_the_loop() -> None:

@@ -1,4 +1,4 @@
-"""The proofs of the KV cache, in small, and the rules they judge by."""
+"""The proofs of the KV cache and of preemption, in small, and the rules they judge by."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from proof.conversations import (
     run_conversations,
 )
 from proof.density import run_density
+from proof.pressure import run_pressure
 from proof.shared.answers import Answer, Client, compare
 from tests.driver.server import Server, environment
 
@@ -130,3 +131,24 @@ def test_batches_stay_dense(capsys: pytest.CaptureFixture[str]) -> None:
     cost = StepCost(ubatch=4e-4, prefill_token=4e-5, row=6e-5, attended=1e-8)
     assert run_density(conversations=20, known=cost) == 0, capsys.readouterr().out
     assert "20 conversations, 16 slots: pass" in capsys.readouterr().out
+
+
+def tied(text: str, ties: str = "", finish: str = "length") -> Answer:
+    """One token a letter; a tie where `ties` has an x."""
+    gaps = tuple(0.01 if mark == "x" else 1.0 for mark in ties.ljust(len(text)))
+    return Answer(tuple(text.encode()), gaps, finish)
+
+
+def test_texts_may_part_at_a_tie_and_nowhere_else() -> None:
+    alone = tied("abcdef", "  x")
+    assert compare([alone], [tied("abcdef")])[:4] == (1, 0, 1, 6)
+    assert compare([alone], [tied("abXYZ")])[:4] == (0, 1, 1, 2)
+    for wrong in (tied("aXcdef"), tied("abcdeX"), tied("abcde"), tied("abcdef", finish="stop")):
+        assert len(compare([alone], [wrong]).faults) == 1
+
+
+def test_a_load_on_a_quarter_of_the_cells(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_pressure(tiny_model, 8, COMMAND, tmp_path) == 0, capsys.readouterr().out
+    assert " 0 wrong" in capsys.readouterr().out
