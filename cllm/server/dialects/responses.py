@@ -1,9 +1,10 @@
-"""OpenAI's `/v1/responses`: its answers and its routes."""
+"""OpenAI's Responses API: its answers, its routes, and the store of what may be continued."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,20 +15,25 @@ from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
-from cllm.errors import NotFound
+from cllm.errors import CllmError, NotFound
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
-from cllm.server.dialect import JSON, StructResponse
+from cllm.server.dialect import JSON, StructResponse, encode_named, get_field
+from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.llama_server.answers import InputTokens
+from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.openai.chat_body import drop_nulls
-from cllm.server.dialects.responses import llama_responses, responses
-from cllm.server.dialects.responses.responses_body import ResponseItem, ResponsesBody
-from cllm.server.dialects.responses.store import NOT_STORED, ResponseStore, StoredResponse
+from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
 from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.folding import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
+MAX_STORED = 1024  # responses of one tenant
+NOT_STORED = (
+    "this response is not stored here: it was made with store false, or deleted, or dropped to make room "
+    "(--response-store-mb); send the whole conversation as input items"
+)
 _NAMES = {  # prefix of the item's id, type of the events with its text
     BlockKind.REASONING: ("rs", "response.reasoning_text"),
     BlockKind.TEXT: ("msg", "response.output_text"),
@@ -37,6 +43,94 @@ _STATUSES = {None: "in_progress", FinishReason.STOP: "completed", FinishReason.L
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
 decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
+
+
+class ResponsesDialect(OpenAIDialect):
+    """The Responses API: an error in a stream is an event with a name."""
+
+    prefix = "/v1/responses/"
+
+    def frame_error(self, error: CllmError) -> bytes:
+        shown = {"code": error.code, "message": error.message, "param": get_field(error)}
+        return encode_named("error", {"type": "error", "sequence_number": 0, **shown})
+
+
+class LlamaResponsesDialect(LlamaServerDialect):
+    """The same at llama-server's paths, with the shape of its errors."""
+
+    prefix = "/responses/"
+
+    def frame_error(self, error: CllmError) -> bytes:
+        return responses.frame_error(error)
+
+
+responses = ResponsesDialect()
+llama_responses = LlamaResponsesDialect()
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response as JSON, and what a conversation that continues it needs."""
+
+    id: str
+    previous: str | None
+    body: bytes
+    items: bytes  # of its input and its output, a JSON list
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+class ResponseStore:
+    """Stored responses in memory, those of each tenant apart, and as many bytes of each. 0 bytes: none.
+
+    Those not used for longest are dropped first. A response refers to the one it continues, so using it
+    counts for all before it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
+
+    def put(self, tenant: str, stored: StoredResponse) -> None:
+        """Keep a response, unless it is larger than the whole store."""
+        if stored.size > self._max_bytes:
+            return
+        kept = self._tenants.setdefault(tenant, OrderedDict())
+        kept[stored.id] = stored
+        size = sum(each.size for each in kept.values())
+        while size > self._max_bytes or len(kept) > MAX_STORED:
+            size -= kept.popitem(last=False)[1].size
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """A response; raises NotFound."""
+        kept = self._tenants.get(tenant)
+        if kept is None or response_id not in kept:
+            raise NotFound(NOT_STORED)
+        return kept[response_id]
+
+    def get_chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        """A response and all it continues, the oldest first; raises NotFound where one of them is gone."""
+        chain: list[StoredResponse] = []
+        following: str | None = response_id
+        while following is not None:
+            chain.append(self.get(tenant, following))
+            following = chain[-1].previous
+        chain.reverse()
+        for stored in chain:
+            self._tenants[tenant].move_to_end(stored.id)
+        return chain
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response; raises NotFound."""
+        self.get(tenant, response_id)
+        del self._tenants[tenant][response_id]
+
+    def clear(self) -> int:
+        """Forget the responses of all tenants; returns how many there were."""
+        count = sum(map(len, self._tenants.values()))
+        self._tenants.clear()
+        return count
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):

@@ -1,12 +1,18 @@
-"""The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+"""Anthropic's dialect: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from cllm.chat.conversation import (
     MESSAGE_JOINT,
@@ -17,8 +23,12 @@ from cllm.chat.conversation import (
     note_media,
     write_arguments,
 )
-from cllm.errors import InvalidRequest
+from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
+from cllm.chat.session import count_tokens, open_chat
+from cllm.errors import CllmError, InvalidRequest
+from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
+from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -38,9 +48,13 @@ from cllm.server.dialects.openai.fields import (
     take_tools,
 )
 from cllm.server.generation import GenerationBody
+from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.chat_format import Tool
+from cllm.text.folding import parse_object
+from cllm.types import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
+ROUTE = "/v1/messages"
 BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_BLOCKS = 4096
 _FIELDS = {  # of a block, by its type; a block of any other type is replaced by its text or a note
@@ -51,6 +65,37 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "redacted_thinking": (),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
+
+
+class AnthropicDialect(Dialect):
+    """For Anthropic's SDKs and Claude Code."""
+
+    name = "Anthropic"
+    about = "For Anthropic's SDKs."
+    prefix = "/v1/messages/"
+    types = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    id_header = "request-id"
+
+    def make_error(self, error: CllmError) -> Any:
+        return {
+            "type": "error",
+            "error": {"type": self.get_type(get_status(error)), "message": error.message},
+        }
+
+    def frame_error(self, error: CllmError) -> bytes:
+        return encode_named("error", self.make_error(error))
+
+
+anthropic = AnthropicDialect()
 
 
 class ContentBlock(msgspec.Struct, Body, kw_only=True):
@@ -324,3 +369,217 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     def check(self) -> None:
         super().check()
         self.set_limit("max_tokens")
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+    """Text of an answer."""
+
+    text: str = ""
+
+
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Reasoning of an answer."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A tool call of an answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a call. Those from the prefix cache are not input tokens, they are counted apart."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageEnding(msgspec.Struct):
+    """Why an answer ended; null while it runs."""
+
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class MessageResponse(MessageEnding, kw_only=True):
+    """The response of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Content]
+    usage: MessageUsage
+
+
+EXAMPLE = MessageResponse(
+    id="msg_8f0c2d7e",
+    model="SmolLM2-135M-Instruct",
+    content=[TextContent("AI is …")],
+    stop_reason="end_turn",
+    usage=MessageUsage(4, 3),
+)
+
+
+class TokenCount(msgspec.Struct):
+    """The response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ContentDelta(msgspec.Struct):
+    """More of a content block."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+
+
+class MessageEvent(StreamEvent):
+    """One event of a stream."""
+
+    message: MessageResponse | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Content | UnsetType = UNSET
+    delta: ContentDelta | MessageEnding | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    error: dict[str, Any] | UnsetType = UNSET
+
+
+EXAMPLE_EVENTS = encode_events(
+    [
+        MessageEvent("message_start", message=EXAMPLE),
+        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+        MessageEvent("message_stop"),
+    ]
+)
+_DELTAS = {  # type and field
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageRenderer(BlockRenderer):
+    """Renders one message, whole or as events."""
+
+    beat = encode_events([MessageEvent("ping")])
+
+    def __init__(self, reply: ReplyBuilder, message_id: str, model: str, prompt_tokens: int) -> None:
+        super().__init__(reply)
+        self._id = message_id
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+
+    def start(self) -> list[StreamEvent]:
+        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+
+    def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
+        rendered: list[StreamEvent] = [event for change in changes for event in _render(change)]
+        if output.error is not None:
+            rendered.append(MessageEvent("error", error=anthropic.make_error(output.error.error())["error"]))
+        elif output.finish_reason is not None:
+            ending = MessageEnding(self._stop_reason, self._reply.stop)
+            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(MessageEvent("message_stop"))
+        return rendered
+
+    def body(self) -> MessageResponse:
+        return MessageResponse(
+            id=self._id,
+            model=self._model,
+            content=[_make_content(block) for block in self._reply.blocks],
+            stop_reason=self._stop_reason,
+            stop_sequence=self._reply.stop,
+            usage=self._usage(),
+        )
+
+    @property
+    def _stop_reason(self) -> str | None:
+        reason = self._reply.finish_reason
+        if reason is None:
+            return None
+        if reason is not FinishReason.STOP:
+            return "max_tokens"
+        if self._reply.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self._reply.tool_calls else "end_turn"
+
+    def _usage(self) -> MessageUsage:
+        usage = self._reply.usage
+        if usage is None:
+            return MessageUsage(self._prompt_tokens, 0)
+        cached = usage.cached_tokens
+        return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _make_content(block: Block) -> Content:
+    match block.kind:
+        case BlockKind.REASONING:
+            return ThinkingContent(block.text, _sign(block.text))
+        case BlockKind.TEXT:
+            return TextContent(block.text)
+        case BlockKind.TOOL_CALL:
+            arguments = parse_object(block.text) or {}  # none, where the length limit cut them
+            return ToolUseContent(f"toolu_{block.id}", block.name, arguments)
+
+
+def _sign(reasoning: str) -> str:
+    """A digest of reasoning; "" of none. Clients take a block without a signature for one that is cut."""
+    return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode() if reasoning else ""
+
+
+def _render(change: BlockEvent) -> Iterator[MessageEvent]:
+    block = change.block
+    if isinstance(change, BlockStart):
+        empty = _make_content(Block(block.index, block.kind, block.id, block.name))
+        yield MessageEvent("content_block_start", index=block.index, content_block=empty)
+    elif isinstance(change, BlockDelta):
+        kind, field = _DELTAS[block.kind]
+        yield _make_delta(block, ContentDelta(kind, **{field: change.text}))
+    else:
+        if block.kind is BlockKind.REASONING:
+            yield _make_delta(block, ContentDelta("signature_delta", signature=_sign(block.text)))
+        yield MessageEvent("content_block_stop", index=block.index)
+
+
+def _make_delta(block: Block, delta: ContentDelta) -> MessageEvent:
+    return MessageEvent("content_block_delta", index=block.index, delta=delta)
+
+
+@anthropic.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)
+async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+    """Answer a conversation, possibly with tool calls."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    request = make_request(
+        engine,
+        http,
+        body,
+        request_id=f"msg_{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or (),
+    )
+    session = await open_chat(engine, body.conversation(), request)
+    name = model_name(engine, body.model)
+    renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
+    return await renderer.respond(http, session, stream=body.stream)
+
+
+@anthropic.post(f"{ROUTE}/count_tokens", TokenCount(14))
+async def count(body: CountBody, http: HttpRequest) -> Response:
+    """Count the tokens of a conversation, as the chat template renders it."""
+    engine = await use_engine(http, body.model)
+    return StructResponse(TokenCount(await count_tokens(engine, body.conversation(), body.constraint())))
