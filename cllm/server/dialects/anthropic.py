@@ -19,18 +19,17 @@ from cllm.chat.conversation import (
     Conversation,
     MessageBuilder,
     ToolChoice,
-    count_answered,
     note_media,
     write_arguments,
 )
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
-from cllm.errors import CllmError, InvalidRequest
+from cllm.errors import CllmError
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
 from cllm.server.dialects.openai.fields import (
-    MAX_MESSAGES,
+    CONVERSATION,
     MAX_TOOLS,
     MESSAGES,
     PARAMETERS,
@@ -65,6 +64,7 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "redacted_thinking": (),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
+_TEXT = {"type": "text", "text": QUESTION}
 
 
 class AnthropicDialect(Dialect):
@@ -113,14 +113,10 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
     content: Annotated[
         str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
-        about("The result of a call: text, or blocks of text", "Rain", [{"type": "text", "text": "Rain"}]),
+        about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
     ] = None
-    is_error: Annotated[bool | None, about("The call failed: `Error: ` is put before the content", False)] = (
-        None
-    )
-    thinking: Annotated[str | None, about("Earlier reasoning, for templates that repeat it", REASONING)] = (
-        None
-    )
+    is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
+    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", REASONING)] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +148,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
             case "tool_use":
                 builder.add_tool_call(self.id, self.name or "", self.input)
             case "tool_result":
-                text = join_text(self.content)
+                text = MESSAGE_JOINT.join(list_texts(self.content))
                 builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
             case "thinking":
                 if self.thinking:
@@ -179,10 +175,10 @@ def _find_text(block: dict[str, Any]) -> str:
 Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
 
 
-def join_text(content: Blocks | None) -> str:
+def list_texts(content: Blocks | None) -> list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
-    return MESSAGE_JOINT.join(block.shown for block in content)
+        return [content or ""]
+    return [block.shown for block in content]
 
 
 def join_system(content: Blocks) -> str:
@@ -191,8 +187,7 @@ def join_system(content: Blocks) -> str:
     That line is for Anthropic's accounting and differs by session. Left in front, it would change the
     prefix of a prompt that is otherwise the same.
     """
-    blocks = [content] if isinstance(content, str) else [block.shown for block in content]
-    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, blocks)))
+    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, list_texts(content))))
 
 
 def _drop_billing_header(text: str) -> str:
@@ -211,11 +206,7 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
     ]
     content: Annotated[
         Blocks,
-        about(
-            "Text, or blocks: text, tool calls and their results, reasoning",
-            QUESTION,
-            [{"type": "text", "text": QUESTION}],
-        ),
+        about("Text, or blocks: text, tool calls and their results, reasoning", QUESTION, [_TEXT]),
     ]
 
     def add_to(self, builder: MessageBuilder) -> None:
@@ -276,15 +267,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     EXAMPLE = {"messages": MESSAGES}
 
     model: ModelName = None
-    messages: Annotated[
-        list[AnthropicMessage],
-        about(
-            "The conversation; an assistant message at its end is continued",
-            MESSAGES,
-            min_length=1,
-            max_length=MAX_MESSAGES,
-        ),
-    ]
+    messages: Annotated[list[AnthropicMessage], CONVERSATION]
     system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
     tools: Annotated[
         Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None,
@@ -293,9 +276,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
     thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
     output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
-    output_format: Annotated[JsonFormat | None, about("`output_config.format` by its older name", None)] = (
-        None
-    )
+    output_format: Annotated[JsonFormat | None, about("`output_config.format`, by its older name")] = None
     temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
     chat_template_kwargs: TemplateOptions = None
 
@@ -311,44 +292,30 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     def _choice(self) -> ToolChoice:
         if (wanted := self.tool_choice) is None:
             return ToolChoice()
-        parallel = not wanted.disable_parallel_tool_use
         if wanted.type == "tool":
-            return ToolChoice(mode="required", names=(wanted.name or "",), parallel=False)
-        return ToolChoice.of(wanted.type, parallel=parallel)
+            return ToolChoice.only(wanted.name or "")
+        return ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
 
     def form_schema(self) -> dict[str, Any] | None:
-        wanted = self.output_config.format if self.output_config is not None else None
-        wanted = wanted or self.output_format
+        wanted = (self.output_config and self.output_config.format) or self.output_format
         return None if wanted is None else wanted.schema
 
     def conversation(self) -> Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
-        return Conversation(
-            messages=tuple(self._build_messages()),
-            options=self._options(),
-            think=self.thinking is None or self.thinking.type != "disabled",
-            reasoning_budget=self.thinking.budget_tokens if self.thinking is not None else None,
-            **self._choice.apply([tool.tool() for tool in self.tools or ()]),
-        )
-
-    def _build_messages(self) -> list[dict[str, Any]]:
         builder = MessageBuilder("messages", combine=True)
-        messages = [AnthropicMessage(role="system", content=self.system or ""), *self.messages]
-        answered = count_answered([message.role for message in messages])
-        for index, message in enumerate(messages):
-            builder.answered = index < answered
-            message.add_to(builder)
-        if not builder.messages:
-            raise InvalidRequest("messages: they have no content", "messages")
-        return builder.messages
-
-    def _options(self) -> dict[str, Any]:
+        builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
         options = dict(self.chat_template_kwargs or {})
         if self.thinking is not None:
             options.setdefault("enable_thinking", self.thinking.type != "disabled")
         if self.output_config is not None and self.output_config.effort is not None:
             options.setdefault("reasoning_effort", self.output_config.effort)
-        return options
+        return Conversation(
+            messages=builder.build(),
+            options=options,
+            think=self.thinking is None or self.thinking.type != "disabled",
+            reasoning_budget=self.thinking and self.thinking.budget_tokens,
+            **self._choice.apply([tool.tool() for tool in self.tools or ()]),
+        )
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
@@ -549,15 +516,13 @@ def _render(change: BlockEvent) -> Iterator[MessageEvent]:
         yield MessageEvent("content_block_start", index=block.index, content_block=empty)
     elif isinstance(change, BlockDelta):
         kind, field = _DELTAS[block.kind]
-        yield _make_delta(block, ContentDelta(kind, **{field: change.text}))
+        delta = ContentDelta(kind, **{field: change.text})
+        yield MessageEvent("content_block_delta", index=block.index, delta=delta)
     else:
         if block.kind is BlockKind.REASONING:
-            yield _make_delta(block, ContentDelta("signature_delta", signature=_sign(block.text)))
+            signature = ContentDelta("signature_delta", signature=_sign(block.text))
+            yield MessageEvent("content_block_delta", index=block.index, delta=signature)
         yield MessageEvent("content_block_stop", index=block.index)
-
-
-def _make_delta(block: Block, delta: ContentDelta) -> MessageEvent:
-    return MessageEvent("content_block_delta", index=block.index, delta=delta)
 
 
 @anthropic.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)

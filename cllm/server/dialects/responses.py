@@ -82,7 +82,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Stored responses in memory, those of each tenant apart, and as many bytes of each. 0 bytes: none.
+    """Stored responses in memory, up to `max_bytes` of each tenant's.
 
     Those not used for longest are dropped first. A response refers to the one it continues, so using it
     counts for all before it.
@@ -127,7 +127,7 @@ class ResponseStore:
         del self._tenants[tenant][response_id]
 
     def clear(self) -> int:
-        """Forget the responses of all tenants; returns how many there were."""
+        """Forget the responses of all tenants; returns their number."""
         count = sum(map(len, self._tenants.values()))
         self._tenants.clear()
         return count
@@ -339,9 +339,9 @@ def make_stored(body: ResponsesBody, response: ResponseObject) -> StoredResponse
 
 
 class ResponseRenderer(BlockRenderer):
-    """Renders one response; its events are numbered. `top` None: without log-probabilities.
+    """Renders one response; its events are numbered.
 
-    `keep` is called with a response that has ended well.
+    `top` None renders no log-probabilities. `keep` is called with a response that has ended well.
     """
 
     def __init__(
@@ -369,9 +369,7 @@ class ResponseRenderer(BlockRenderer):
         ]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
-        rendered: list[StreamEvent] = []
-        for change in changes:
-            rendered += self._render(change)
+        rendered: list[StreamEvent] = [event for change in changes for event in self._render(change)]
         if (failure := output.error) is not None:
             self._failure = failure
             fields = {"code": failure.code, "message": failure.message, "param": None}
@@ -422,11 +420,9 @@ class ResponseRenderer(BlockRenderer):
         status = "in_progress" if started else "incomplete" if block.cut else "completed"
         item_id = f"{_NAMES[block.kind][0]}_{block.id}"
         if block.kind is BlockKind.TOOL_CALL:
-            if block.name in self._custom:
-                text = "" if started else _get_input(block)
-                return OutputCustomCall(item_id, status, f"call_{block.id}", block.name, text)
-            arguments = "" if started else block.text
-            return OutputFunctionCall(item_id, status, f"call_{block.id}", block.name, arguments)
+            call = OutputCustomCall if block.name in self._custom else OutputFunctionCall
+            given = _get_input(block) if call is OutputCustomCall else block.text
+            return call(item_id, status, f"call_{block.id}", block.name, "" if started else given)
         content: list[Any] = [] if started else [self._make_part(block)]
         kind = OutputMessage if block.kind is BlockKind.TEXT else OutputReasoningItem
         return kind(item_id, status, content)
@@ -505,7 +501,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Response:
         request_id=f"resp_{uuid.uuid4().hex}",
         max_tokens=body.max_output_tokens,
         stop=body.stops,
-        logprobs=max(1, body.top) if body.top is not None else 0,
+        logprobs=0 if body.top is None else max(1, body.top),
     )
     session = await open_chat(engine, body.to_conversation(history), request)
     store, tenant = _get_store(http)

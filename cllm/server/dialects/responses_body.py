@@ -16,20 +16,17 @@ from cllm.chat.conversation import (
     Conversation,
     MessageBuilder,
     ToolChoice,
-    count_answered,
     make_template_options,
     note_media,
     write_arguments,
 )
-from cllm.errors import InvalidRequest
 from cllm.server.body import Body, Name, TokenLimit, about
-from cllm.server.dialects.openai.chat_body import ContentPart, FunctionBody
+from cllm.server.dialects.openai.chat_body import PART, ContentPart, FunctionBody
 from cllm.server.dialects.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MESSAGES,
     QUESTION,
-    REASONING,
     SCHEMA,
     TOOL_CHOICE,
     Arguments,
@@ -74,8 +71,10 @@ class ResponseTool(FunctionBody, kw_only=True):
 
     def echo(self) -> dict[str, Any]:
         """The tool as a response repeats it."""
-        others = ("format",) if self.type == "function" else ("parameters", "strict")
-        return {name: value for name, value in msgspec.to_builtins(self).items() if name not in others}
+        names = ("type", "name", "description", "format")
+        if self.type == "function":
+            names = ("name", "description", "parameters", "strict", "type")
+        return {name: getattr(self, name) for name in names}
 
 
 Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
@@ -91,30 +90,21 @@ def join_text(content: str | list[ContentPart]) -> str:
 
 
 class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
-    """A message, reasoning, a tool call of any type, or its output. What is left out has its default."""
+    """A message, reasoning, a tool call of any type, or its output."""
 
     type: Annotated[
-        str | None,
-        about(
-            "`message`, the default; `reasoning`, `…_call`, `…_call_output`; else it is skipped", "message"
-        ),
+        str | None, about("`message`, `reasoning`, `…_call`, `…_call_output`; others are skipped", "message")
     ] = None
     role: Annotated[
         Literal["system", "developer", "user", "assistant"] | None, about("The author of a message", "user")
     ] = None
     content: Annotated[
         str | Parts | None,
-        about(
-            "Text, or parts of text; the text of control tokens stays plain text",
-            QUESTION,
-            [{"type": "input_text", "text": QUESTION}],
-        ),
+        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
     ] = None
     summary: Annotated[
         Parts | None,
-        about(
-            "Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": REASONING}]
-        ),
+        about("Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": "…"}]),
     ] = None
     call_id: Annotated[str | None, about("The id of a call, from the response", "call_1")] = None
     name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
@@ -134,9 +124,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
     def check(self) -> None:
         if self.kind == "message":
-            for name in ("role", "content"):
-                if getattr(self, name) is None:
-                    raise ValueError(f"{name!r} is missing")
+            check_given(self, "role", "content")
         elif self.kind == "reasoning":
             if isinstance(self.content, str):
                 raise ValueError("'content' of reasoning is a list of parts")
@@ -164,10 +152,8 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                 if text := "".join(part.text or "" for part in parts if isinstance(part, ContentPart)):
                     builder.add_reasoning(text)
             case "call":
-                arguments = self.arguments
-                if arguments is None:
-                    given = {"input": self.input} if self.action is None else self.action
-                    arguments = write_arguments(given)
+                given = {"input": self.input} if self.action is None else self.action
+                arguments = write_arguments(given) if self.arguments is None else self.arguments
                 name = self.name or str(self.type).removesuffix("_call")
                 builder.add_tool_call(self.call_id, name, arguments)
             case _:
@@ -176,8 +162,14 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                 builder.add_tool_result(self.call_id, text)
 
 
+def check_given(item: Body, *names: str) -> None:
+    """Raise ValueError where a field is missing."""
+    if missing := [name for name in names if getattr(item, name) is None]:
+        raise ValueError(f"{missing[0]!r} is missing")
+
+
 def get_kind(kind: Any) -> str:
-    """`message`, `reasoning`, `call`, `output`, or the type of an item that says nothing here."""
+    """`message`, `reasoning`, `call`, `output`, or the type of an item that is skipped."""
     kind = str(kind or "message")
     if kind.endswith("_call_output"):
         return "output"
@@ -185,7 +177,7 @@ def get_kind(kind: Any) -> str:
 
 
 def take_items(value: Any) -> Any:
-    """Items without those that say nothing here: references, and calls that another server executed."""
+    """Items without those that are skipped: references, and calls that another server executed."""
     if not isinstance(value, list):
         return value
     taken = []
@@ -224,9 +216,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
         return take_tools(value, "function", "custom", default="function")
 
     def check(self) -> None:
-        for name in ("mode", "tools") if self.type == "allowed_tools" else ("name",):
-            if getattr(self, name) is None:
-                raise ValueError(f"{name!r} is missing")
+        check_given(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
 
 
 class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
@@ -268,9 +258,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     input: Annotated[
         Annotated[str, Meta(min_length=1)] | Items,
-        about(
-            "A question, or items: messages, function calls and their outputs, reasoning", QUESTION, MESSAGES
-        ),
+        about("A question, or items: messages, calls and their outputs, reasoning", QUESTION, MESSAGES),
     ]
     instructions: Annotated[
         str | Items | None, about("A system message before the input, or items", "Be brief.")
@@ -304,9 +292,8 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         about("Returned unchanged: up to 16 texts", {"order": "17"}),
     ] = None
     truncation: Annotated[
-        Literal["auto", "disabled"] | None,
-        about("Nothing is truncated: input that does not fit is refused", "disabled"),
-    ] = None
+        Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
+    ] = "disabled"
     chat_template_kwargs: TemplateOptions = None
     previous_response_id: Annotated[
         Name | None, about("A stored response, whose conversation is continued", None)
@@ -315,7 +302,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         Name | dict[str, Any] | None, about("Refused: no conversations are stored", None)
     ] = None
     prompt: Annotated[dict[str, Any] | None, about("Refused: no prompts are stored", None)] = None
-    background: Annotated[bool | None, about("Refused if true", False)] = None
+    background: Annotated[bool, about("Refused if true")] = False
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -342,13 +329,13 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
                 names = tuple(tool.name for tool in tools or ())
                 return ToolChoice(mode=mode or "auto", names=names, parallel=parallel)
             case ResponseToolChoice(name=name):
-                return ToolChoice(mode="required", names=(name or "",), parallel=False)
+                return ToolChoice.only(name or "")
             case mode:
                 return ToolChoice.of(mode, parallel=parallel)
 
     @property
     def top(self) -> int | None:
-        """How many most likely tokens are returned; None: no log-probabilities."""
+        """Number of most likely tokens that are returned. None returns no log-probabilities."""
         wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None
 
@@ -372,17 +359,12 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         builder = MessageBuilder("input")
         if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
-        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
-        for items in (instructions, (*history, *self.items)):
-            answered = count_answered([item.role or "" for item in items])
-            for index, item in enumerate(items):
-                builder.answered = index < answered
-                item.add_to(builder)
-        if not builder.messages:
-            raise InvalidRequest("input: it has no content", "input")
-        effort = self.reasoning.effort if self.reasoning is not None else None
+        else:
+            builder.add_all(self.instructions or ())
+        builder.add_all((*history, *self.items))
+        effort = self.reasoning and self.reasoning.effort
         return Conversation(
-            messages=tuple(builder.messages),
+            messages=builder.build(),
             options=make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),

@@ -132,7 +132,7 @@ def test_the_text_of_a_document_is_taken() -> None:
 def test_an_answer_is_continued_unless_it_should_not(last: str, given: bool | None, continued: bool) -> None:
     messages = [{"role": "user", "content": "?"}, {"role": last, "content": "It"}]
     body = ChatBody.parse({"messages": messages, "continue_final_message": given})
-    assert body.conversation().prefill == ("It" if continued else "")
+    assert body.conversation().for_template().prefill == ("It" if continued else "")
 
 
 def test_only_an_answer_can_be_continued() -> None:

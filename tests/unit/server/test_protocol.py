@@ -167,7 +167,7 @@ def test_blocks_become_messages() -> None:
         {"role": "user", "content": "g"},
         {"role": "assistant", "content": "It"},
     )
-    assert conversation.prefill == "It"
+    assert conversation.for_template().prefill == "It"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from cllm.chat.conversation import (
 )
 from cllm.server.body import Body, Name, TokenLimit, about
 from cllm.server.dialects.openai.fields import (
+    CONVERSATION,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
@@ -42,7 +43,9 @@ from cllm.server.dialects.openai.fields import (
 )
 from cllm.text.chat_format import Tool
 
-CallKind = Annotated[Literal["function"], about("Always `function`")]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+PART = {"type": "text", "text": QUESTION}
+PREDICTION = "def add(a, b):"
 
 
 class ContentPart(msgspec.Struct, Body, kw_only=True):
@@ -51,10 +54,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     type: Annotated[
         str,
         about(
-            "`text`, `input_text`, `output_text`; of the assistant also `refusal`, `thinking` "
-            "and the like; others are refused in the last question",
-            "text",
-            max_length=64,
+            "`text`, `refusal`, `thinking` …; others are refused in the last question", "text", max_length=64
         ),
     ]
     text: Annotated[str | None, about("The text of this part", QUESTION)] = None
@@ -95,23 +95,16 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
     ]
     content: Annotated[
         str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None,
-        about(
-            "Text, or parts of text; the text of control tokens stays plain text",
-            QUESTION,
-            [{"type": "text", "text": QUESTION}],
-        ),
+        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
     ] = None
     name: Annotated[Name | None, about("Of the author, for templates that use it", "Ann")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None,
-        about(
-            "Tool calls of an assistant message",
-            [{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
-        ),
+        about("Tool calls of an assistant message", [{"id": "call_1", **TOOL}]),
     ] = None
     tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
     function_call: Annotated[
-        CalledFunction | None, about("A call in OpenAI's older form", {"name": "now", "arguments": "{}"})
+        CalledFunction | None, about("A call in OpenAI's older form", {"name": "now"})
     ] = None
     refusal: Annotated[str | None, about("In the place of the content", "Rather not.")] = None
     reasoning_content: ReasoningText = None
@@ -122,11 +115,6 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
         for name in ("reasoning_content", "reasoning", "thinking"):
             if not isinstance(getattr(self, name), str):
                 setattr(self, name, None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields that it has."""
-        fields: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
-        return fields
 
 
 def drop_nulls(value: Any) -> Any:
@@ -153,7 +141,7 @@ class FunctionBody(msgspec.Struct, Body, kw_only=True):
 
 
 class ToolBody(msgspec.Struct, Body, kw_only=True):
-    type: CallKind
+    type: Annotated[Literal["function"], about("Always `function`")]
     function: Annotated[FunctionBody, about("The function", {"name": "now"})]
 
 
@@ -171,12 +159,7 @@ class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
     mode: Annotated[Literal["auto", "required"], about("Whether one must be called")]
     tools: Annotated[
         list[ChosenTool],
-        about(
-            "Some of the tools",
-            [{"type": "function", "function": {"name": "now"}}],
-            min_length=1,
-            max_length=MAX_TOOLS,
-        ),
+        about("Some of the tools", [TOOL], min_length=1, max_length=MAX_TOOLS),
     ]
 
 
@@ -185,19 +168,14 @@ class AllowedChatTools(msgspec.Struct, Body, kw_only=True, tag_field="type", tag
 
     allowed_tools: Annotated[
         AllowedFunctions,
-        about(
-            "Which tools, and whether one must be called",
-            {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]},
-        ),
+        about("Which tools, and whether one must be called", {"mode": "auto", "tools": [TOOL]}),
     ]
 
 
 class ThinkingMode(msgspec.Struct, Body, kw_only=True):
     """Reasoning, as the APIs of some models switch it."""
 
-    type: Annotated[
-        str, about("`enabled` or `disabled`; others leave it to the template", "disabled", max_length=32)
-    ]
+    type: Annotated[Name, about("`enabled` or `disabled`; others leave it to the template", "disabled")]
     budget_tokens: ReasoningBudget = None
 
 
@@ -211,16 +189,16 @@ class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
 
 class PredictedPart(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["text"], about("Always `text`")] = "text"
-    text: Annotated[str, about("The text", "def add(a, b):")]
+    text: Annotated[str, about("The text", PREDICTION)]
 
 
 class Prediction(msgspec.Struct, Body, kw_only=True):
-    """What most of the answer is expected to be, such as a file that is edited."""
+    """The expected answer, mostly: such as a file that is edited."""
 
     type: Annotated[Literal["content"], about("Always `content`")] = "content"
     content: Annotated[
         str | Annotated[list[PredictedPart], Meta(max_length=MAX_PROMPTS)],
-        about("Text, or parts of text", "def add(a, b):"),
+        about("Text, or parts of text", PREDICTION),
     ]
 
 
@@ -230,30 +208,16 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
     EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
 
-    messages: Annotated[
-        list[MessageBody],
-        about(
-            "The conversation; an assistant message at its end is continued",
-            MESSAGES,
-            min_length=1,
-            max_length=MAX_MESSAGES,
-        ),
-    ]
+    messages: Annotated[list[MessageBody], CONVERSATION]
     tools: Annotated[
         Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        about(
-            "Functions the model may call",
-            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
-        ),
+        about("Functions the model may call", [TOOL]),
     ] = None
     tool_choice: Annotated[ToolMode | ChosenTool | AllowedChatTools, about(TOOL_CHOICE)] = "auto"
     parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
     functions: Annotated[
         Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None,
-        about(
-            "`tools` in OpenAI's older form; the answer then has a `function_call`",
-            [{"name": "now", "description": "The time"}],
-        ),
+        about("`tools` in OpenAI's older form; the answer then has a `function_call`", [{"name": "now"}]),
     ] = None
     function_call: Annotated[
         Literal["none", "auto"] | ChosenFunction | None,
@@ -271,26 +235,17 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     # How much the model reasons, in the words of several APIs; the first that is given decides.
     reasoning_effort: Effort = None
     enable_thinking: Annotated[bool | None, about("Reasoning, on or off", False)] = None
-    thinking: Annotated[bool | ThinkingMode | None, about("Reasoning, on or off", {"type": "disabled"})] = (
-        None
-    )
+    thinking: Annotated[bool | ThinkingMode | None, about("Reasoning, on or off", False)] = None
     reasoning: Annotated[ReasoningOptions | None, about("How much to reason", {"effort": "low"})] = None
     thinking_budget: ReasoningBudget = None
     reasoning_budget: ReasoningBudget = None
     prediction: Annotated[
         Prediction | None,
-        about(
-            "What most of the answer will repeat: then it is generated faster",
-            {"type": "content", "content": "def add(a, b):"},
-        ),
+        about("Text that most of the answer will repeat, to generate it faster", {"content": PREDICTION}),
     ] = None
     max_tokens: Annotated[
         TokenLimit | None,
-        about(
-            "Maximum tokens to generate (also `max_completion_tokens`, `n_predict`); "
-            "null or -1: as many as fit",
-            64,
-        ),
+        about("Maximum tokens (also `max_completion_tokens`, `n_predict`); null or -1: as many as fit", 64),
     ] = None
     logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
     top_logprobs: Annotated[
@@ -315,12 +270,12 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
     @property
     def top(self) -> int | None:
-        """How many most likely tokens are returned; None: no log-probabilities."""
+        """Number of most likely tokens that are returned. None returns no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def older_form(self) -> bool:
-        """Whether the tools are `functions`, and the answer's calls a `function_call`."""
+        """The tools are `functions`, and the answer's calls a `function_call`."""
         return bool(self.functions) and not self.tools
 
     @property
@@ -332,12 +287,12 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         if self.older_form:
             wanted = self.function_call or "auto"
             if isinstance(wanted, ChosenFunction):
-                return ToolChoice(mode="required", names=(wanted.name,), parallel=False)
+                return ToolChoice.only(wanted.name)
             return ToolChoice(mode=wanted, parallel=False)
         parallel = self.parallel_tool_calls
         match self.tool_choice:
             case ChosenTool(function=function):
-                return ToolChoice(mode="required", names=(function.name,), parallel=False)
+                return ToolChoice.only(function.name)
             case AllowedChatTools(allowed_tools=allowed):
                 names = tuple(tool.function.name for tool in allowed.tools)
                 return ToolChoice(mode=allowed.mode, names=names, parallel=parallel)
@@ -346,18 +301,14 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
     @property
     def effort(self) -> str | None:
-        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        return self.reasoning_effort or (self.reasoning and self.reasoning.effort)
 
     @property
     def budget(self) -> int | None:
-        """How many tokens of reasoning there may be; None: no limit."""
+        """Maximum number of tokens of reasoning. None sets no limit."""
         mode = self.thinking if isinstance(self.thinking, ThinkingMode) else None
-        given = (
-            self.thinking_budget,
-            self.reasoning_budget,
-            mode.budget_tokens if mode is not None else None,
-            self.reasoning.max_tokens if self.reasoning is not None else None,
-        )
+        nested = (mode and mode.budget_tokens, self.reasoning and self.reasoning.max_tokens)
+        given = (self.thinking_budget, self.reasoning_budget, *nested)
         found = next((budget for budget in given if budget is not None), None)
         return None if found == -1 else found
 
@@ -368,7 +319,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         given = (
             self.enable_thinking,
             {"enabled": True, "disabled": False}.get(mode) if isinstance(mode, str) else mode,
-            self.reasoning.enabled if self.reasoning is not None else None,
+            self.reasoning and self.reasoning.enabled,
             False if self.budget == 0 else None,
             None if self.effort is None else self.effort != "none",
         )
@@ -381,7 +332,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
             options.setdefault("enable_thinking", self.thinks)
         content = self.prediction.content if self.prediction is not None else ""
         return Conversation(
-            messages=normalize_messages(each.as_dict() for each in self.messages),
+            messages=normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
             reasoning=self.reasoning_format != "none",
             continued=self.continue_final_message is not False,
             options=make_template_options(options, self.effort),

@@ -24,7 +24,8 @@ from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.sse import GONE, collect
+from cllm.server.dialects.openai.fields import JsonValue
+from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
@@ -84,7 +85,7 @@ Input = Annotated[
 
 
 def has_tokens(value: Any) -> bool:
-    """Whether an input has token ids: then a list of it is one input."""
+    """Test whether an input has token ids: then a list of it is one input."""
     return isinstance(value, list) and any(isinstance(part, int) for part in value)
 
 
@@ -98,7 +99,7 @@ def split_inputs(value: Any) -> list[list[str | int]]:
 
 
 def check_inputs(field: str, value: Any) -> None:
-    """Check what the type of inputs cannot say. Raises ValueError."""
+    """Check inputs beyond their type. Raises ValueError."""
     if not isinstance(value, list):
         return
     if has_tokens(value):
@@ -168,11 +169,8 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
         about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
     ]
     texts: Annotated[
-        Documents | None,
-        about(
-            "`documents` as text-embeddings-inference names them; the answer is then its list",
-            ["It is a bear.", "hi"],
-        ),
+        JsonValue,
+        about("`documents` as text-embeddings-inference names them; the answer is its list", ["hi"]),
     ] = None
     top_n: Annotated[
         Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
@@ -203,9 +201,7 @@ class ScoreBody(msgspec.Struct, Body, kw_only=True):
     def check(self) -> None:
         queries, documents = len(self.queries), len(self.documents)
         if queries not in (1, documents):
-            raise ValueError(
-                f"text_1: it has {queries} texts and text_2 has {documents}; give one, or as many"
-            )
+            raise ValueError(f"text_1: {queries} texts, but {documents} in text_2; give one, or as many")
 
     @property
     def queries(self) -> tuple[str, ...]:
@@ -245,19 +241,15 @@ class LlamaEmbedding(msgspec.Struct, frozen=True):
     embedding: list[list[float]]
 
 
-class RankedText(msgspec.Struct, frozen=True):
-    text: str
-
-
-class Ranked(msgspec.Struct, frozen=True):
+class Ranked(msgspec.Struct):
     """The score of one document, and the document itself where it was asked for."""
 
     index: int
     relevance_score: float
-    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+    document: DocumentBody | msgspec.UnsetType = msgspec.UNSET
 
 
-class RankedInList(msgspec.Struct, frozen=True):
+class RankedInList(msgspec.Struct):
     """The same in the shape of text-embeddings-inference."""
 
     index: int
@@ -341,20 +333,17 @@ async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> Tok
 
 async def embed(
     engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
-) -> tuple[Sequence[bytes], EmbeddingUsage] | None:
-    """The embeddings of inputs in their order, or None if the client disconnected."""
+) -> tuple[Sequence[bytes], EmbeddingUsage]:
+    """The embeddings of inputs in their order."""
     tenant = http.scope["state"]["tenant"].name
     request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs, tenant=tenant)
-    collected = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
-    if collected is None:
-        return None
-    last = collected[0][-1]
+    ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     assert last.usage is not None and len(last.embeddings) == len(inputs)
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
 def embedding_length(engine: EngineClient) -> int:
-    """How many numbers an embedding of this model has; raises InvalidRequest for a reranker."""
+    """Length of this model's embeddings; raises InvalidRequest for a reranker."""
     info, _ = loaded(engine)
     if info.pooling is Pooling.RANK:
         raise InvalidRequest(
@@ -367,10 +356,8 @@ def embedding_length(engine: EngineClient) -> int:
 
 async def score_pairs(
     engine: EngineClient, queries: Sequence[str], documents: Sequence[str], field: str, http: HttpRequest
-) -> tuple[list[float], EmbeddingUsage] | None:
-    """The score of each document for the one query, or for its own; None if the client disconnected.
-
-    `field` is the one that holds the documents, for errors.
+) -> tuple[list[float], EmbeddingUsage]:
+    """The score of each document for the one query, or for its own. `field` names the documents in errors.
 
     Raises InvalidRequest where the model is no reranker: no other model was trained to give a score.
     """
@@ -393,10 +380,8 @@ async def score_pairs(
             raise ContextLengthExceeded(
                 error.prompt_tokens, error.limit, message=error.message.replace(old, new), field=field
             ) from None
-    found = await embed(engine, inputs, http)
-    if found is None:
-        return None
-    return [float(to_vector(data, norm=RAW)[0]) for data in found[0]], found[1]
+    vectors, usage = await embed(engine, inputs, http)
+    return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
 
 
 @embeddings.post("/v1/embeddings", _EMBEDDINGS, computes=True)
@@ -405,26 +390,18 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
     engine = await use_engine(http, body.model)
     length = embedding_length(engine)
     if loaded(engine)[0].pooling is Pooling.NONE:
-        raise InvalidRequest(
-            "this server pools nothing (--pooling none): use /embedding, a vector a token", "model"
-        )
+        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
+        raise InvalidRequest(message, "model")
     if body.dimensions is not None and body.dimensions > length:
-        raise InvalidRequest(
-            f"dimensions is {body.dimensions}, but this model's embeddings have {length}", field="dimensions"
-        )
-    found = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
-    if found is None:
-        return Response(status_code=GONE)
-    arrays = (to_vector(data, body.dimensions) for data in found[0])
+        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
+        raise InvalidRequest(message, "dimensions")
+    vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
+    arrays = (to_vector(data, body.dimensions) for data in vectors)
     as_text = body.encoding_format == "base64"
-    entries = await encode_entries(
-        Embedding(
-            index=index, embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist()
-        )
-        for index, array in enumerate(arrays)
-    )
+    shown = (base64.b64encode(array.tobytes()).decode() if as_text else array.tolist() for array in arrays)
+    entries = await encode_entries(Embedding(index=index, embedding=one) for index, one in enumerate(shown))
     model = model_name(engine, body.model)
-    return StructResponse(EmbeddingList(model=model, usage=found[1], data=entries))
+    return StructResponse(EmbeddingList(model=model, usage=usage, data=entries))
 
 
 @llama_server.post("/embedding", [LlamaEmbedding(0, [_VECTOR])], computes=True)
@@ -433,13 +410,9 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Respon
     """Turn texts into embeddings, in llama-server's shape."""
     engine = await use_engine(http, body.model)
     length = embedding_length(engine)
-    found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
-    if found is None:
-        return Response(status_code=GONE)
-    if loaded(engine)[0].pooling is Pooling.NONE:
-        arrays = (to_vector(data, norm=RAW).reshape(-1, length) for data in found[0])
-    else:
-        arrays = (to_vector(data, norm=body.embd_normalize).reshape(1, -1) for data in found[0])
+    vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
+    norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
+    arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)
     entries = (LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
     return StructResponse(await encode_entries(entries))
 
@@ -452,20 +425,16 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
     texts = body.plain_texts
-    found = await score_pairs(engine, [body.query], texts, "documents", http)
-    if found is None:
-        return Response(status_code=GONE)
-    scores, usage = found
+    scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
     if body.texts is not None:
-        shown = [texts[index] if body.return_text else msgspec.UNSET for index in best]
-        return StructResponse(
-            [RankedInList(index, scores[index], text) for index, text in zip(best, shown, strict=True)]
-        )
-    results = [
-        Ranked(index, scores[index], RankedText(texts[index]) if body.return_documents else msgspec.UNSET)
-        for index in best
-    ]
+        plain = [RankedInList(index, scores[index]) for index in best]
+        for one in plain if body.return_text else ():
+            one.text = texts[one.index]
+        return StructResponse(plain)
+    results = [Ranked(index, scores[index]) for index in best]
+    for result in results if body.return_documents else ():
+        result.document = DocumentBody(text=texts[result.index])
     model = model_name(engine, body.model)
     return StructResponse(RerankResponse(model=model, results=results, usage=usage))
 
@@ -475,14 +444,12 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
 async def score(body: ScoreBody, http: HttpRequest) -> Response:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
     engine = await use_engine(http, body.model)
-    found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
-    if found is None:
-        return Response(status_code=GONE)
+    scores, usage = await score_pairs(engine, body.queries, body.documents, "text_2", http)
     response = ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=model_name(engine, body.model),
-        data=[Score(index=index, score=score) for index, score in enumerate(found[0])],
-        usage=found[1],
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        usage=usage,
     )
     return StructResponse(response)

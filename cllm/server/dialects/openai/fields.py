@@ -23,6 +23,12 @@ REASONING = "The user wants to know what AI is."
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
+CONVERSATION = about(
+    "The conversation; an assistant message at its end is continued",
+    MESSAGES,
+    min_length=1,
+    max_length=MAX_MESSAGES,
+)
 
 FunctionName = Annotated[
     str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
@@ -78,13 +84,12 @@ def take_tools(value: Mapping[str, Any], *known: str, default: str) -> dict[str,
 
 def check_kind(value: Any, *known: str, why: str = "") -> None:
     """Refuse a `tool_choice` whose `type` is not `known`. Raises ValueError."""
-    if not isinstance(value, dict):
-        return
-    if (kind := value.get("type")) is None:
-        raise ValueError(f"tool_choice: 'type' is missing; it must be {', '.join(known)}")
+    kind = value.get("type") if isinstance(value, dict) else known[0]
+    needed = f"it must be {', '.join(known)}"
+    if kind is None:
+        raise ValueError(f"tool_choice: 'type' is missing; {needed}")
     if kind not in known:
-        reason = why or f"it must be {', '.join(known)}"
-        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {reason}")
+        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {why or needed}")
 
 
 def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -122,21 +127,17 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
     ]
     json_schema: Annotated[
         SchemaFormat | None,
-        about(
-            "The schema; required by the type `json_schema`", {"name": "answer", "schema": {"type": "object"}}
-        ),
+        about("The schema; required by the type `json_schema`", {"name": "answer", "schema": SCHEMA}),
     ] = None
-    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", {"type": "object"})] = (
-        None
-    )
+    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
 
     def check(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is required by the type json_schema, and allowed there only")
 
 
-class StreamOptions(msgspec.Struct, Body, kw_only=True):
-    """What a stream sends beside the answer."""
+class StreamOptionsBody(msgspec.Struct, Body, kw_only=True):
+    """Events of a stream beside those of the answer."""
 
     include_usage: Annotated[bool, about("Send a last chunk with the usage")] = False
 
@@ -154,7 +155,7 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
     ] = None
     stream: Annotated[bool, about("Send server-sent events, with `data: [DONE]` at the end")] = False
     stream_options: Annotated[
-        StreamOptions | None, about("What a stream sends beside the answer", {"include_usage": True})
+        StreamOptionsBody | None, about("What a stream sends beside the answer", {"include_usage": True})
     ] = None
     timings_per_token: Annotated[bool, about("Give llama-server's `timings` in every event")] = False
     return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
@@ -171,7 +172,7 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def scored(self) -> int:
-        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        """Number of alternatives to each token of the prompt; 0 scores none."""
         return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
 
     @property
