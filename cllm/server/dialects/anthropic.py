@@ -28,7 +28,7 @@ from cllm.errors import CllmError
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
-from cllm.server.dialects.openai.fields import (
+from cllm.server.dialects.openai.bodies import (
     CONVERSATION,
     MAX_TOOLS,
     MESSAGES,
@@ -65,6 +65,8 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
 _TEXT = {"type": "text", "text": QUESTION}
+_TOOL = {"name": "now", "input_schema": {}}
+_FORM = {"type": "json_schema", "schema": SCHEMA}
 
 
 class AnthropicDialect(Dialect):
@@ -255,9 +257,7 @@ class JsonFormat(msgspec.Struct, Body, kw_only=True):
 
 class OutputConfig(msgspec.Struct, Body, kw_only=True):
     effort: Annotated[Effort, about("A variable for the chat template: `reasoning_effort`")] = None
-    format: Annotated[
-        JsonFormat | None, about("A schema for the answer", {"type": "json_schema", "schema": {}})
-    ] = None
+    format: Annotated[JsonFormat | None, about("A schema for the answer", _FORM)] = None
 
 
 class CountBody(GenerationBody, frozen=True, kw_only=True):
@@ -269,14 +269,11 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     messages: Annotated[list[AnthropicMessage], CONVERSATION]
     system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
-    tools: Annotated[
-        Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None,
-        about("Tools the model may call", [{"name": "now", "input_schema": {}}]),
-    ] = None
+    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
     thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
     output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
-    output_format: Annotated[JsonFormat | None, about("`output_config.format`, by its older name")] = None
+    output_format: Annotated[JsonFormat | None, about("`output_config.format` before", _FORM)] = None
     temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
     chat_template_kwargs: TemplateOptions = None
 
@@ -286,7 +283,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        self._choice.check([tool.name for tool in self.tools or ()])
+        self._choice.check([tool.name for tool in self.tools])
 
     @property
     def _choice(self) -> ToolChoice:
@@ -313,8 +310,8 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
             messages=builder.build(),
             options=options,
             think=self.thinking is None or self.thinking.type != "disabled",
-            reasoning_budget=self.thinking and self.thinking.budget_tokens,
-            **self._choice.apply([tool.tool() for tool in self.tools or ()]),
+            reasoning_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            **self._choice.apply([tool.tool() for tool in self.tools]),
         )
 
 
@@ -327,9 +324,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
     ]
     stop_sequences: Annotated[
-        Annotated[tuple[StopText, ...], Meta(max_length=16)] | None,
-        about("Stop strings; they are not part of the answer", ["\n\n"]),
-    ] = None
+        tuple[StopText, ...], about("Stop strings; they are not part of the answer", ["\n\n"], max_length=16)
+    ] = ()
     stream: Annotated[bool, about("Answer as server-sent events")] = False
     metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
@@ -535,7 +531,7 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         body,
         request_id=f"msg_{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
-        stop=body.stop_sequences or (),
+        stop=body.stop_sequences,
     )
     session = await open_chat(engine, body.conversation(), request)
     name = model_name(engine, body.model)

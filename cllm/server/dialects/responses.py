@@ -21,8 +21,8 @@ from cllm.server.dialect import JSON, StructResponse, encode_named, get_field
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.llama_server.answers import InputTokens
 from cllm.server.dialects.openai import OpenAIDialect
+from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
-from cllm.server.dialects.openai.chat_body import drop_nulls
 from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
 from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.folding import parse_object
@@ -260,7 +260,7 @@ def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
         "model": model,
         "text": {"format": msgspec.to_builtins(body.text_format)},
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "metadata": body.metadata or {},
+        "metadata": body.metadata,
         "top_logprobs": body.top_logprobs or 0,
     }
 

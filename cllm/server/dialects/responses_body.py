@@ -21,22 +21,25 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.server.body import Body, Name, TokenLimit, about
-from cllm.server.dialects.openai.chat_body import PART, ContentPart, FunctionBody
-from cllm.server.dialects.openai.fields import (
+from cllm.server.dialects.openai.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MESSAGES,
+    PART,
     QUESTION,
     SCHEMA,
     TOOL_CHOICE,
     Arguments,
+    ContentPart,
     Effort,
+    FunctionBody,
     FunctionName,
     JsonValue,
     OpenAIFields,
     TemplateOptions,
     ToolMode,
     TopLogprobs,
+    check_given,
     check_kind,
     take_tools,
 )
@@ -71,10 +74,9 @@ class ResponseTool(FunctionBody, kw_only=True):
 
     def echo(self) -> dict[str, Any]:
         """The tool as a response repeats it."""
-        names = ("type", "name", "description", "format")
-        if self.type == "function":
-            names = ("name", "description", "parameters", "strict", "type")
-        return {name: getattr(self, name) for name in names}
+        custom, function = "type name description format", "name description parameters strict type"
+        names = custom if self.type == "custom" else function
+        return {name: getattr(self, name) for name in names.split()}
 
 
 Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
@@ -162,12 +164,6 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                 builder.add_tool_result(self.call_id, text)
 
 
-def check_given(item: Body, *names: str) -> None:
-    """Raise ValueError where a field is missing."""
-    if missing := [name for name in names if getattr(item, name) is None]:
-        raise ValueError(f"{missing[0]!r} is missing")
-
-
 def get_kind(kind: Any) -> str:
     """`message`, `reasoning`, `call`, `output`, or the type of an item that is skipped."""
     kind = str(kind or "message")
@@ -208,7 +204,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
     ] = None
     tools: Annotated[
         Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
-        about("Some of the tools", [{"type": "function", "name": "get_weather"}]),
+        about("Some of the tools", [{"type": "function", "name": "now"}]),
     ] = None
 
     @classmethod
@@ -280,17 +276,15 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
     ] = None
     include: Annotated[
-        Annotated[tuple[Name, ...], Meta(max_length=32)] | None,
-        about(f"`{LOGPROBS}` is honoured, anything else ignored", [LOGPROBS]),
-    ] = None
+        tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
+    ] = ()
     stream: Annotated[bool, about("Answer as server-sent events")] = False
     store: Annotated[
         bool, about("Keep the response for `previous_response_id`, while there is room for it")
     ] = True
     metadata: Annotated[
-        Annotated[Metadata, Meta(max_length=16)] | None,
-        about("Returned unchanged: up to 16 texts", {"order": "17"}),
-    ] = None
+        Metadata, about("Returned unchanged: up to 16 texts", {"order": "17"}, max_length=16)
+    ] = {}
     truncation: Annotated[
         Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
     ] = "disabled"
@@ -323,20 +317,18 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def _choice(self) -> ToolChoice:
-        parallel = self.parallel_tool_calls
-        match self.tool_choice:
-            case ResponseToolChoice(type="allowed_tools", mode=mode, tools=tools):
-                names = tuple(tool.name for tool in tools or ())
-                return ToolChoice(mode=mode or "auto", names=names, parallel=parallel)
-            case ResponseToolChoice(name=name):
-                return ToolChoice.only(name or "")
-            case mode:
-                return ToolChoice.of(mode, parallel=parallel)
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+        if choice.type != "allowed_tools":
+            return ToolChoice.only(choice.name or "")
+        names = tuple(tool.name for tool in choice.tools or ())
+        return ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
 
     @property
     def top(self) -> int | None:
         """Number of most likely tokens that are returned. None returns no log-probabilities."""
-        wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
+        wanted = LOGPROBS in self.include or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None
 
     @property
@@ -362,7 +354,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         else:
             builder.add_all(self.instructions or ())
         builder.add_all((*history, *self.items))
-        effort = self.reasoning and self.reasoning.effort
+        effort = (self.reasoning or ReasoningBody()).effort
         return Conversation(
             messages=builder.build(),
             options=make_template_options(self.chat_template_kwargs, effort),

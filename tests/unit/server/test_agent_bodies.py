@@ -9,7 +9,7 @@ import pytest
 from cllm.chat.conversation import Conversation
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.server.dialects.anthropic import MessagesBody
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate

@@ -18,7 +18,7 @@ from cllm.server.body import Body
 from cllm.server.dialects.anthropic import CountBody, MessagesBody
 from cllm.server.dialects.cllm.generate import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.dialects.llama_server.bodies import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.openai.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
 from cllm.server.dialects.responses_body import ResponsesBody

@@ -13,7 +13,7 @@ from cllm.server.body import Body
 from cllm.server.dialect import HttpError
 from cllm.server.dialects import TABLE
 from cllm.server.dialects.anthropic import CountBody, MessagesBody
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.responses_body import ResponsesBody
 

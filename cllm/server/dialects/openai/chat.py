@@ -18,7 +18,7 @@ from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.llama_server.completion import make_verbose, watch_prompt
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import (
     CompletionUsage,
     PromptLogprobs,

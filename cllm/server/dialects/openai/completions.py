@@ -21,7 +21,7 @@ from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai.fields import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
+from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, model_name, prepare, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, get_timings

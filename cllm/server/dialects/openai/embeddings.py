@@ -24,7 +24,7 @@ from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.dialects.openai.fields import JsonValue
+from cllm.server.dialects.openai.bodies import JsonValue
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector

@@ -1,7 +1,9 @@
-"""The body of OpenAI's `/v1/chat/completions`."""
+"""Bodies of OpenAI's routes that generate, and the fields that other chat APIs share with them."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,48 +17,191 @@ from cllm.chat.conversation import (
     normalize_messages,
     write_arguments,
 )
-from cllm.server.body import Body, Name, TokenLimit, about
-from cllm.server.dialects.openai.fields import (
-    CONVERSATION,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_TOOLS,
-    MESSAGES,
-    PARAMETERS,
-    QUESTION,
-    REASONING,
-    TOOL_CHOICE,
-    Arguments,
-    CalledName,
-    CallId,
-    Effort,
-    FunctionName,
-    JsonValue,
-    OpenAIBody,
-    ReasoningBudget,
-    TemplateOptions,
-    ToolDescription,
-    ToolMode,
-    TopLogprobs,
-    check_kind,
-    take_tools,
-)
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
+from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
 
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
-PART = {"type": "text", "text": QUESTION}
+log = logging.getLogger(__name__)
+MAX_CHOICES = 64
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 4096
+QUESTION = "What is AI?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+REASONING = "The user wants to know what AI is."
 PREDICTION = "def add(a, b):"
+PART = {"type": "text", "text": QUESTION}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
+CONVERSATION = about(
+    "The conversation; an assistant message at its end is continued",
+    MESSAGES,
+    min_length=1,
+    max_length=MAX_MESSAGES,
+)
+
+FunctionName = Annotated[
+    str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
+]
+# In the history: as a client has it, whatever it is.
+CalledName = Annotated[str, about("The tool that was called", "get_weather")]
+CallId = Annotated[str | None, about("The id from the response", "call_1")]
+Arguments = Annotated[
+    Any,
+    about(
+        "Its arguments, as JSON text or as an object",
+        "{}",
+        extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
+    ),
+]
+"""Read by `write_arguments`."""
+JsonValue = Annotated[
+    Any, Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]})
+]
+ToolMode = Literal["none", "auto", "required", "any"]
+TemplateOptions = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=32)] | None,
+    about("Variables for the chat template", {"enable_thinking": False}),
+]
+ToolDescription = Annotated[
+    str | None, about("What the tool does and when to call it, for the model", "The weather in a city, now")
+]
+ReasoningBudget = Annotated[
+    Annotated[int, Meta(ge=-1)] | None, about("Tokens of reasoning; 0: none, -1: no limit", 1024)
+]
+Effort = Annotated[
+    Annotated[str, Meta(max_length=32)] | None,
+    about("A variable for the chat template; `none` switches reasoning off", "low"),
+]
+Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+def take_tools(value: Mapping[str, Any], *known: str, default: str) -> dict[str, Any]:
+    """The body without tools of a type that cannot be called here; a missing type is the `default`."""
+    tools = value.get("tools")
+    if not isinstance(tools, list):
+        return dict(value)
+    taken = []
+    for tool in tools:
+        kind = (tool.get("type") if isinstance(tool, dict) else None) or default
+        if kind in known:
+            taken.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
+        else:
+            log.debug("skipped a tool of type %.64r: it cannot be called here", kind)
+    return {**value, "tools": taken}
+
+
+def check_kind(value: Any, *known: str, why: str = "") -> None:
+    """Refuse a `tool_choice` whose `type` is not `known`. Raises ValueError."""
+    kind = value.get("type") if isinstance(value, dict) else known[0]
+    needed = f"it must be {', '.join(known)}"
+    if kind is None:
+        raise ValueError(f"tool_choice: 'type' is missing; {needed}")
+    if kind not in known:
+        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {why or needed}")
+
+
+def check_given(body: Body, *names: str) -> None:
+    """Raise ValueError where a field is missing."""
+    if missing := [name for name in names if getattr(body, name) is None]:
+        raise ValueError(f"{missing[0]!r} is missing")
+
+
+def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else stop or ()
+
+
+class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
+    """Fields that all of OpenAI's routes that generate share."""
+
+    ALIASES = {"repetition_penalty": RepeatNames}
+
+    model: ModelName = None
+    user: Annotated[Name | None, about("Ignored", "ann")] = None
+    stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return list_stops(self.stop)
+
+
+class SchemaFormat(msgspec.Struct, Body, kw_only=True):
+    """A JSON schema with a name."""
+
+    name: Annotated[Name, about("Ignored")] = "answer"
+    schema: Annotated[dict[str, Any], about("The JSON schema that the answer validates against", SCHEMA)]
+    strict: Annotated[bool | None, about("Ignored: the answer always validates", True)] = None
+
+
+class ResponseFormat(msgspec.Struct, Body, kw_only=True):
+    """The form of the answer."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        about("`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
+    ]
+    json_schema: Annotated[
+        SchemaFormat | None,
+        about("The schema; required by the type `json_schema`", {"name": "answer", "schema": SCHEMA}),
+    ] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
+
+
+class StreamOptionsBody(msgspec.Struct, Body, kw_only=True):
+    """Events of a stream beside those of the answer."""
+
+    include_usage: Annotated[bool, about("Send a last chunk with the usage")] = False
+
+
+class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    form = "response_format"
+
+    n: Annotated[
+        int, about("How many answers to generate; the prompt is computed once", ge=1, le=MAX_CHOICES)
+    ] = 1
+    response_format: Annotated[
+        ResponseFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
+    ] = None
+    stream: Annotated[bool, about("Send server-sent events, with `data: [DONE]` at the end")] = False
+    stream_options: Annotated[
+        StreamOptionsBody | None, about("What a stream sends beside the answer", {"include_usage": True})
+    ] = None
+    timings_per_token: Annotated[bool, about("Give llama-server's `timings` in every event")] = False
+    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
+    verbose: Annotated[bool, about("Give `__verbose`, what llama-server's `/completion` would say")] = False
+    prompt_logprobs: Annotated[
+        TopLogprobs | None, about("Score the prompt's tokens, and this many likely ones", 1)
+    ] = None
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
+
+    @property
+    def scored(self) -> int:
+        """Number of alternatives to each token of the prompt; 0 scores none."""
+        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ContentPart(msgspec.Struct, Body, kw_only=True):
     """A part of a message. In the history, what is no text is replaced by a note."""
 
-    type: Annotated[
-        str,
-        about(
-            "`text`, `refusal`, `thinking` …; others are refused in the last question", "text", max_length=64
-        ),
-    ]
+    type: Annotated[Name, about("`text`, `refusal`, `thinking` …; others only in the history", "text")]
     text: Annotated[str | None, about("The text of this part", QUESTION)] = None
     refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
     thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
@@ -103,9 +248,7 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
         about("Tool calls of an assistant message", [{"id": "call_1", **TOOL}]),
     ] = None
     tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
-    function_call: Annotated[
-        CalledFunction | None, about("A call in OpenAI's older form", {"name": "now"})
-    ] = None
+    function_call: Annotated[CalledFunction | None, about("As before `tool_calls`", {"name": "now"})] = None
     refusal: Annotated[str | None, about("In the place of the content", "Rather not.")] = None
     reasoning_content: ReasoningText = None
     reasoning: ReasoningText = None
@@ -149,27 +292,22 @@ class ChosenFunction(msgspec.Struct, Body, kw_only=True):
     name: FunctionName
 
 
-class ChosenTool(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="function"):
-    """The tool that must be called."""
-
-    function: Annotated[ChosenFunction, about("Its name", {"name": "get_weather"})]
-
-
 class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
     mode: Annotated[Literal["auto", "required"], about("Whether one must be called")]
-    tools: Annotated[
-        list[ChosenTool],
-        about("Some of the tools", [TOOL], min_length=1, max_length=MAX_TOOLS),
-    ]
+    tools: Annotated[list[ToolBody], about("Some of the tools", [TOOL], min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedChatTools(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """The tools that may be called."""
+class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
+    """The tool that must be called, or those that may be."""
 
+    type: Annotated[Literal["function", "allowed_tools"], about("Which of the two fields below counts")]
+    function: Annotated[ChosenFunction | None, about("The tool to call", {"name": "now"})] = None
     allowed_tools: Annotated[
-        AllowedFunctions,
-        about("Which tools, and whether one must be called", {"mode": "auto", "tools": [TOOL]}),
-    ]
+        AllowedFunctions | None, about("Tools that may be called", {"mode": "auto", "tools": [TOOL]})
+    ] = None
+
+    def check(self) -> None:
+        check_given(self, self.type)
 
 
 class ThinkingMode(msgspec.Struct, Body, kw_only=True):
@@ -209,16 +347,13 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
 
     messages: Annotated[list[MessageBody], CONVERSATION]
-    tools: Annotated[
-        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        about("Functions the model may call", [TOOL]),
-    ] = None
-    tool_choice: Annotated[ToolMode | ChosenTool | AllowedChatTools, about(TOOL_CHOICE)] = "auto"
+    tools: Annotated[list[ToolBody], about("Functions to call", [TOOL], max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[ToolMode | ChatToolChoice, about(TOOL_CHOICE)] = "auto"
     parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
     functions: Annotated[
-        Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None,
-        about("`tools` in OpenAI's older form; the answer then has a `function_call`", [{"name": "now"}]),
-    ] = None
+        list[FunctionBody],
+        about("`tools` in OpenAI's older form; calls are, too", [{"name": "now"}], max_length=MAX_TOOLS),
+    ] = []
     function_call: Annotated[
         Literal["none", "auto"] | ChosenFunction | None,
         about("`tool_choice` for `functions`", "auto", {"name": "now"}),
@@ -280,7 +415,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
     @property
     def _functions(self) -> list[FunctionBody]:
-        return [tool.function for tool in self.tools or ()] or self.functions or []
+        return [tool.function for tool in self.tools] or self.functions
 
     @property
     def _choice(self) -> ToolChoice:
@@ -289,26 +424,26 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
             if isinstance(wanted, ChosenFunction):
                 return ToolChoice.only(wanted.name)
             return ToolChoice(mode=wanted, parallel=False)
-        parallel = self.parallel_tool_calls
-        match self.tool_choice:
-            case ChosenTool(function=function):
-                return ToolChoice.only(function.name)
-            case AllowedChatTools(allowed_tools=allowed):
-                names = tuple(tool.function.name for tool in allowed.tools)
-                return ToolChoice(mode=allowed.mode, names=names, parallel=parallel)
-            case mode:
-                return ToolChoice.of(mode, parallel=parallel)
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+        if choice.type == "function":
+            assert choice.function is not None
+            return ToolChoice.only(choice.function.name)
+        assert (allowed := choice.allowed_tools) is not None
+        names = tuple(tool.function.name for tool in allowed.tools)
+        return ToolChoice(mode=allowed.mode, names=names, parallel=self.parallel_tool_calls)
 
     @property
     def effort(self) -> str | None:
-        return self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        return self.reasoning_effort or (self.reasoning or ReasoningOptions()).effort
 
     @property
     def budget(self) -> int | None:
         """Maximum number of tokens of reasoning. None sets no limit."""
-        mode = self.thinking if isinstance(self.thinking, ThinkingMode) else None
-        nested = (mode and mode.budget_tokens, self.reasoning and self.reasoning.max_tokens)
-        given = (self.thinking_budget, self.reasoning_budget, *nested)
+        mode = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingMode) else None
+        nested = (self.reasoning or ReasoningOptions()).max_tokens
+        given = (self.thinking_budget, self.reasoning_budget, mode, nested)
         found = next((budget for budget in given if budget is not None), None)
         return None if found == -1 else found
 
@@ -319,7 +454,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         given = (
             self.enable_thinking,
             {"enabled": True, "disabled": False}.get(mode) if isinstance(mode, str) else mode,
-            self.reasoning and self.reasoning.enabled,
+            (self.reasoning or ReasoningOptions()).enabled,
             False if self.budget == 0 else None,
             None if self.effort is None else self.effort != "none",
         )
