@@ -19,7 +19,7 @@ from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParam
 MAX_BIASES = 1024
 MAX_PRIORITY = 100
 MIN_TIMEOUT_S = 0.001
-MAX_INT64 = 2**63 - 1
+INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 
 Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
 Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=256)]
@@ -61,12 +61,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     ] = None
     priority: Annotated[
         int,
-        about(
-            f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
-            "waiting raises it by one a second",
-            ge=-MAX_INT64 - 1,
-            le=MAX_INT64,
-        ),
+        about("Higher goes first, -100 to 100 (the nearest counts); waiting adds one a second", **INT64),
     ] = 0
     cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
     speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
@@ -80,7 +75,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         about("Token id (as text) → added to its logit", {"42": -100}),
     ] = {}  # type: ignore[assignment]
     seed: Annotated[
-        Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None,
+        Annotated[int, Meta(**INT64)] | None,
         about("The same seed gives the same text; none, -1 or 2^32 - 1: random", 7),
     ] = None
     min_tokens: Annotated[
@@ -91,10 +86,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     ] = ()
     samplers: Annotated[
         SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None,
-        about(
-            "Only these samplers, by llama.cpp's names or letters, in cllm's own order",
-            ["top_k", "temperature"],
-        ),
+        about("Only these samplers, by llama.cpp's names or letters, in cllm's own order", "kt"),
     ] = None
     grammar: Annotated[
         Grammar | None, about("The answer follows this GBNF or Lark grammar", 'root ::= "yes" | "no"')
@@ -105,10 +97,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     choice: Annotated[Choices | None, about("The answer is one of these texts", ["red", "blue"])] = None
     json_schema: Annotated[
         dict[str, Any] | None,
-        about(
-            "The answer is JSON that validates against this schema",
-            {"type": "array", "items": {"type": "integer"}},
-        ),
+        about("The answer is JSON that validates against this schema", {"type": "object"}),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, about("The same as vLLM has it", {"choice": ["red", "blue"]})

@@ -88,10 +88,8 @@ class AnthropicDialect(Dialect):
     id_header = "request-id"
 
     def make_error(self, error: CllmError) -> Any:
-        return {
-            "type": "error",
-            "error": {"type": self.get_type(get_status(error)), "message": error.message},
-        }
+        shown = {"type": self.get_type(get_status(error)), "message": error.message}
+        return {"type": "error", "error": shown}
 
     def frame_error(self, error: CllmError) -> bytes:
         return encode_named("error", self.make_error(error))

@@ -325,7 +325,7 @@ class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
     max_tokens: ReasoningBudget = None
 
 
-class PredictedPart(msgspec.Struct, Body, kw_only=True):
+class TextPart(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["text"], about("Always `text`")] = "text"
     text: Annotated[str, about("The text", PREDICTION)]
 
@@ -335,7 +335,7 @@ class Prediction(msgspec.Struct, Body, kw_only=True):
 
     type: Annotated[Literal["content"], about("Always `content`")] = "content"
     content: Annotated[
-        str | Annotated[list[PredictedPart], Meta(max_length=MAX_PROMPTS)],
+        str | Annotated[list[TextPart], Meta(max_length=MAX_PROMPTS)],
         about("Text, or parts of text", PREDICTION),
     ]
 
@@ -430,9 +430,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         if choice.type == "function":
             assert choice.function is not None
             return ToolChoice.only(choice.function.name)
-        assert (allowed := choice.allowed_tools) is not None
-        names = tuple(tool.function.name for tool in allowed.tools)
-        return ToolChoice(mode=allowed.mode, names=names, parallel=self.parallel_tool_calls)
+        assert choice.allowed_tools is not None
+        names = tuple(tool.function.name for tool in choice.allowed_tools.tools)
+        return ToolChoice(mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls)
 
     @property
     def effort(self) -> str | None:

@@ -24,7 +24,7 @@ from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.dialects.openai.bodies import JsonValue
+from cllm.server.dialects.openai.bodies import JsonValue, TextPart
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector
@@ -49,19 +49,12 @@ InputText = Annotated[str, Meta(min_length=1)]
 InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
-class InputPart(msgspec.Struct, Body, kw_only=True):
-    """A part of an input."""
-
-    type: Annotated[Literal["text"], about("Always `text`: the model accepts text only")] = "text"
-    text: Annotated[str, about("The text of this part", "The cat sat.")]
-
-
 class InputObject(msgspec.Struct, Body, kw_only=True):
     """An input in an object, as llama-server takes it."""
 
-    content: Annotated[
-        InputText | list[InputPart] | None, about("Text, or parts of text", "The cat sat.")
-    ] = None
+    content: Annotated[InputText | list[TextPart] | None, about("Text, or parts of text", "The cat sat.")] = (
+        None
+    )
     prompt_string: Annotated[InputText | None, about("Text", "The cat sat.")] = None
 
     @property
@@ -76,11 +69,7 @@ Input = Annotated[
     InputText
     | InputObject
     | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
-    about(
-        f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
-        "The cat sat.",
-        ["The cat sat.", "A feline rested."],
-    ),
+    about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
 ]
 
 
@@ -138,10 +127,7 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
     model: ModelName = None
     content: Input
     embd_normalize: Annotated[
-        int,
-        about(
-            "Norm: -1 none, 0 largest element is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64
-        ),
+        int, about("Norm: -1 none, 0 largest is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64)
     ] = 2
 
     def check(self) -> None:
@@ -169,8 +155,7 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
         about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
     ]
     texts: Annotated[
-        JsonValue,
-        about("`documents` as text-embeddings-inference names them; the answer is its list", ["hi"]),
+        JsonValue, about("`documents` of text-embeddings-inference; the answer is then its list", ["hi"])
     ] = None
     top_n: Annotated[
         Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
@@ -285,17 +270,10 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 _VECTOR = [0.118, -0.042, 0.307]
 _USAGE = EmbeddingUsage(8, 8)
-_EMBEDDINGS = EmbeddingList(
-    model="SmolLM2-135M-Instruct", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE
-)
-_SCORED = ScoreResponse(
-    id="score-8f0c2d7e",
-    created=1767225600,
-    model="bge-reranker-v2-m3",
-    data=[Score(index=0, score=5.27)],
-    usage=_USAGE,
-)
-_RANKED = RerankResponse(model="bge-reranker-v2-m3", results=[Ranked(0, 5.27)], usage=_USAGE)
+_EMBEDDED = EmbeddingList(model="nomic-embed", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE)
+_RERANKER: dict[str, Any] = {"model": "bge-reranker-v2-m3", "usage": _USAGE}
+_RANKED = RerankResponse(results=[Ranked(0, 5.27)], **_RERANKER)
+_SCORED = ScoreResponse(id="score-8f0c", created=1767225600, data=[Score(index=0, score=5.27)], **_RERANKER)
 
 
 async def encode_entries(entries: Iterable[Any]) -> list[Any]:
@@ -384,7 +362,7 @@ async def score_pairs(
     return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
 
 
-@embeddings.post("/v1/embeddings", _EMBEDDINGS, computes=True)
+@embeddings.post("/v1/embeddings", _EMBEDDED, computes=True)
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
