@@ -47,9 +47,8 @@ from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
 from cllm.server.dialects.openai.completions import CompletionBody
-from cllm.server.dialects.openai.fields import OpenAIBody
 from cllm.server.submit import build_request, check_tokens
 from cllm.text.embeddings import to_vector
 from cllm.types import (

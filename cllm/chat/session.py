@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,28 +15,20 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Prepare, Prepared
 from cllm.text.output_parser import OutputParser
-from cllm.text.prompt import Chat, PreparedPrompt
+from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
 
 ChatStep = tuple[int, list[BlockEvent], RequestOutput]  # which choice, the changes of its reply, the output
 
 
-class ChatSession:
+class ChatSession(NamedTuple):
     """A conversation with n choices on their way, each with a reply of its own."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        conversation: Conversation,
-        request: Request,
-        prompt: PreparedPrompt,
-        n: int,
-    ) -> None:
-        self.engine = engine
-        self.chat: Chat = conversation.for_template()
-        self.prompt_tokens = len(prompt.prompt)
-        self.streams = submit_all(engine, request, [prompt.prompt], n, AsyncOutputStream)
-        self.replies = [ReplyBuilder(_make_parser(conversation, prompt)) for _ in self.streams]
+    engine: EngineClient
+    chat: Chat
+    prompt_tokens: int
+    streams: list[AsyncOutputStream]
+    replies: list[ReplyBuilder]
 
     async def steps(self) -> AsyncIterator[ChatStep]:
         """The changes of all replies as they arrive."""
@@ -56,20 +50,6 @@ class ChatSession:
         return self.replies
 
 
-def _make_parser(conversation: Conversation, prompt: PreparedPrompt) -> OutputParser:
-    known = prompt.chat_format
-    assert known is not None
-    formed = prompt.constraint is not None and prompt.constraint.kind is not ConstraintKind.TOOLS
-    return OutputParser(
-        known,
-        () if formed else conversation.tools,
-        thinking=prompt.thinking,
-        forced=conversation.forced,
-        parallel=conversation.parallel,
-        reasoning=conversation.reasoning and (prompt.thinking or not formed or bool(known.lead)),
-    )
-
-
 async def open_chat(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession:
@@ -80,8 +60,8 @@ async def open_chat(
     engine.check_capacity()
     limit = loaded(engine)[1].request_tokens
     texts = (conversation.prediction,) if conversation.prediction else ()
-    task = Prepare((conversation.for_template(),), limit, request.constraint, texts)
-    prepared = await run_tokenizer(engine, task, Prepared)
+    chat = conversation.for_template()
+    prepared = await run_tokenizer(engine, Prepare((chat,), limit, request.constraint, texts), Prepared)
     (prompt,) = prepared.prompts
     assert prompt.chat_format is not None
     request = msgspec.structs.replace(
@@ -91,7 +71,19 @@ async def open_chat(
         markers=prompt.chat_format.markers,
         prediction=prepared.texts[0][:limit] if prepared.texts else (),
     )
-    return ChatSession(engine, conversation, request, prompt, n)
+    streams = submit_all(engine, request, [prompt.prompt], n, AsyncOutputStream)
+    formed = prompt.constraint is not None and prompt.constraint.kind is not ConstraintKind.TOOLS
+    make_parser = partial(
+        OutputParser,
+        prompt.chat_format,
+        () if formed else chat.tools,
+        thinking=prompt.thinking,
+        forced=chat.forced,
+        parallel=chat.parallel,
+        reasoning=conversation.reasoning and (prompt.thinking or not formed or bool(prompt.chat_format.lead)),
+    )
+    replies = [ReplyBuilder(make_parser()) for _ in streams]
+    return ChatSession(engine, chat, len(prompt.prompt), streams, replies)
 
 
 async def count_tokens(

@@ -25,7 +25,7 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server import static
 from cllm.server.dialect import HttpError, StructResponse, respond
 from cllm.server.dialects import DIALECTS, TABLE
-from cllm.server.dialects.responses.store import ResponseStore
+from cllm.server.dialects.responses import ResponseStore
 from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
 from cllm.server.leases import LeaseMiddleware

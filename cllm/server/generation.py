@@ -19,12 +19,20 @@ from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParam
 MAX_BIASES = 1024
 MAX_PRIORITY = 100
 MIN_TIMEOUT_S = 0.001
-MAX_INT64 = 2**63 - 1
+INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 
 Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
 Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=256)]
 SamplerName = Annotated[str, Meta(max_length=64)]
 RepeatNames = ("repetition_penalty", "repeat_penalty")
+
+
+_FORMS = (  # name of the field, by vLLM's older name, kind
+    ("grammar", "guided_grammar", ConstraintKind.GRAMMAR),
+    ("regex", "guided_regex", ConstraintKind.REGEX),
+    ("choice", "guided_choice", ConstraintKind.CHOICE),
+    ("json_schema", "guided_json", ConstraintKind.JSON_SCHEMA),
+)
 
 
 class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
@@ -53,12 +61,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     ] = None
     priority: Annotated[
         int,
-        about(
-            f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
-            "waiting raises it by one a second",
-            ge=-MAX_INT64 - 1,
-            le=MAX_INT64,
-        ),
+        about("Higher goes first, -100 to 100 (the nearest counts); waiting adds one a second", **INT64),
     ] = 0
     cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
     speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
@@ -72,7 +75,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         about("Token id (as text) → added to its logit", {"42": -100}),
     ] = {}  # type: ignore[assignment]
     seed: Annotated[
-        Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None,
+        Annotated[int, Meta(**INT64)] | None,
         about("The same seed gives the same text; none, -1 or 2^32 - 1: random", 7),
     ] = None
     min_tokens: Annotated[
@@ -83,10 +86,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     ] = ()
     samplers: Annotated[
         SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None,
-        about(
-            "Only these samplers, by llama.cpp's names or letters, in cllm's own order",
-            ["top_k", "temperature"],
-        ),
+        about("Only these samplers, by llama.cpp's names or letters, in cllm's own order", "kt"),
     ] = None
     grammar: Annotated[
         Grammar | None, about("The answer follows this GBNF or Lark grammar", 'root ::= "yes" | "no"')
@@ -97,10 +97,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     choice: Annotated[Choices | None, about("The answer is one of these texts", ["red", "blue"])] = None
     json_schema: Annotated[
         dict[str, Any] | None,
-        about(
-            "The answer is JSON that validates against this schema",
-            {"type": "array", "items": {"type": "integer"}},
-        ),
+        about("The answer is JSON that validates against this schema", {"type": "object"}),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, about("The same as vLLM has it", {"choice": ["red", "blue"]})
@@ -146,14 +143,11 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
                 raise InvalidRequest(message, field="logit_bias")
             tokens.append((int(text), bias))
         drawn = self.seed in (None, -1, SEED_SPACE)
-        differing = {
-            "top_k": max(0, self.top_k),
-            "logit_bias": tuple(tokens),
-            "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
-        }
-        off = {} if self.samplers is None else get_disabled(self.samplers)
-        own = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
-        return SamplingParams(**own | differing | off)
+        fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        fields["top_k"] = max(0, self.top_k)
+        fields["logit_bias"] = tuple(tokens)
+        fields["seed"] = secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE
+        return SamplingParams(**fields | get_disabled(self.samplers))
 
     def form_schema(self) -> dict[str, Any] | None:
         """The schema that the API's own field asks for."""
@@ -161,28 +155,16 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     def constraint(self) -> ConstraintSpec | None:
         """The constraint on the answer; raises InvalidRequest when there are several."""
-        more = self.structured_outputs or StructuredOutputs()
-        nested = "structured_outputs"
-        given = [
-            each
-            for each in (
-                ("grammar", ConstraintKind.GRAMMAR, self.grammar),
-                ("guided_grammar", ConstraintKind.GRAMMAR, self.guided_grammar),
-                (nested, ConstraintKind.GRAMMAR, more.grammar),
-                ("regex", ConstraintKind.REGEX, self.regex),
-                ("guided_regex", ConstraintKind.REGEX, self.guided_regex),
-                (nested, ConstraintKind.REGEX, more.regex),
-                ("choice", ConstraintKind.CHOICE, self.choice),
-                ("guided_choice", ConstraintKind.CHOICE, self.guided_choice),
-                (nested, ConstraintKind.CHOICE, more.choice),
-                ("json_schema", ConstraintKind.JSON_SCHEMA, self.json_schema),
-                ("guided_json", ConstraintKind.JSON_SCHEMA, self.guided_json),
-                (nested, ConstraintKind.JSON_SCHEMA, more.json_schema),
-                (nested, ConstraintKind.JSON_SCHEMA, {"type": "object"} if more.json_object else None),
-                (self.form.partition(".")[0], ConstraintKind.JSON_SCHEMA, self.form_schema()),
-            )
-            if each[2] is not None
-        ]
+        nested = self.structured_outputs or StructuredOutputs()
+        schema = ConstraintKind.JSON_SCHEMA
+        given: list[tuple[str, ConstraintKind, Any]] = []
+        for name, guided, kind in _FORMS:
+            given += [(field, kind, getattr(self, field)) for field in (name, guided)]
+            given.append(("structured_outputs", kind, getattr(nested, name)))
+        if nested.json_object:
+            given.append(("structured_outputs", schema, {"type": "object"}))
+        given.append((self.form.partition(".")[0], schema, self.form_schema()))
+        given = [each for each in given if each[2] is not None]
         if not given:
             return None
         if len(given) > 1:
@@ -193,7 +175,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
 
 def is_token_id(key: str) -> bool:
-    """Whether a key of `logit_bias` is a token id."""
+    """Test whether a key of `logit_bias` is a token id."""
     return key.isascii() and key.isdigit()
 
 
@@ -237,8 +219,10 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
 SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
 
 
-def get_disabled(samplers: str | Sequence[str]) -> dict[str, Any]:
-    """The parameters that switch off every sampler but these."""
+def get_disabled(samplers: str | Sequence[str] | None) -> dict[str, Any]:
+    """The parameters that switch off every sampler but these; None leaves all on."""
+    if samplers is None:
+        return {}
     given = {name.replace("-", "_") for name in samplers}  # a text gives letters
     off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
     return {name: value for switch in off for name, value in switch.items()}

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cllm.errors import ClientGone
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -34,10 +35,11 @@ async def cancel_on_disconnect(
 
 async def collect(
     engine: EngineClient, streams: Sequence[AsyncOutputStream], http: Request
-) -> list[list[RequestOutput]] | None:
-    """All outputs of each request, or None if the client disconnected: then the requests are cancelled.
+) -> list[list[RequestOutput]]:
+    """All outputs of each request.
 
-    Raises the first error a request ended with; the others are cancelled too.
+    Raises the first error a request ended with, and ClientGone if the client disconnected; requests that
+    still run are cancelled.
     """
     http.scope["state"]["queue_position"] = max(stream.queue_position for stream in streams)
     outputs: list[list[RequestOutput]] = [[] for _ in streams]
@@ -47,7 +49,9 @@ async def collect(
             if output.error is not None:
                 raise output.error.error()
             outputs[index].append(output)
-        return None if watcher.done() else outputs
+        if watcher.done():
+            raise ClientGone("the client disconnected")
+        return outputs
     except BaseException:
         for stream in streams:
             engine.cancel(stream.request_id)

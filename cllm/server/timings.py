@@ -29,53 +29,37 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     cached_from: str = ""  # the tier of the KV cache: device, ram or disk
 
 
-def make_timings(
-    *,
-    prompt_tokens: int,
-    generated: int,
-    prompt_s: float,
-    generated_s: float,
-    cached: int = 0,
-    cached_from: str = "",
-    drafted: int = 0,
-    accepted: int = 0,
-) -> Timings:
-    computed, steps = prompt_tokens - cached, max(0, generated - 1)
+def make_timings(usage: Usage, prompt_s: float, generated_s: float) -> Timings:
+    computed, steps = usage.prompt_tokens - usage.cached_tokens, max(0, usage.completion_tokens - 1)
     return Timings(
-        cache_n=cached,
+        cache_n=usage.cached_tokens,
         prompt_n=computed,
         prompt_ms=1000 * prompt_s,
         prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
         prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
-        predicted_n=generated,
+        predicted_n=usage.completion_tokens,
         predicted_ms=1000 * generated_s,
         predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
         predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
-        draft_n=drafted or msgspec.UNSET,
-        draft_n_accepted=accepted if drafted else msgspec.UNSET,
-        cached_from=cached_from,
+        draft_n=usage.drafted_tokens or msgspec.UNSET,
+        draft_n_accepted=usage.accepted_tokens if usage.drafted_tokens else msgspec.UNSET,
+        cached_from=usage.cached_from,
     )
+
+
+EXAMPLE_TIMINGS = make_timings(Usage(prompt_tokens=4, completion_tokens=3), 0.0215, 0.0182)
 
 
 def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
-    """The times of a stream so far; of one that has ended, with its `usage`."""
+    """The times of a stream so far, or of one that has ended with this `usage`."""
     now = stream.ended or time.perf_counter()
     first = stream.first_token or now
     usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
-    return make_timings(
-        prompt_tokens=prompt_tokens,
-        generated=usage.completion_tokens,
-        prompt_s=first - stream.started,
-        generated_s=now - first,
-        cached=usage.cached_tokens,
-        cached_from=usage.cached_from,
-        drafted=usage.drafted_tokens,
-        accepted=usage.accepted_tokens,
-    )
+    return make_timings(usage, first - stream.started, now - first)
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt is computed."""
+    """The part of a prompt that is computed."""
 
     total: int
     cache: int
@@ -84,7 +68,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
 
 
 class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response of OpenAI's routes has beside its own fields, as llama-server's has."""
+    """Fields of llama-server that responses of OpenAI's routes have beside their own."""
 
     system_fingerprint: str = f"cllm-{__version__}"
     timings: Timings | msgspec.UnsetType = msgspec.UNSET

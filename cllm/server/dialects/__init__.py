@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cllm.server.dialect import Dialect, DialectTable
 from cllm.server.dialects.anthropic import anthropic
-from cllm.server.dialects.anthropic import messages as messages
 from cllm.server.dialects.cllm import admin as admin
 from cllm.server.dialects.cllm import cllm, operation
 from cllm.server.dialects.cllm import generate as generate
@@ -19,9 +18,8 @@ from cllm.server.dialects.openai import models as models
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.embeddings import embeddings
 from cllm.server.dialects.responses import llama_responses, responses
-from cllm.server.dialects.responses import responses as responses_routes
 
-__all__ = ["DIALECTS", "TABLE", "llama_server_routes", "ollama_routes", "ollama_store", "responses_routes"]
+__all__ = ["DIALECTS", "TABLE", "llama_server_routes", "ollama_routes", "ollama_store"]
 
 DIALECTS: tuple[Dialect, ...] = (
     cllm,

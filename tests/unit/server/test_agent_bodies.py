@@ -8,9 +8,9 @@ import pytest
 
 from cllm.chat.conversation import Conversation
 from cllm.errors import ContextLengthExceeded, InvalidRequest
-from cllm.server.dialects.anthropic.messages_body import MessagesBody
-from cllm.server.dialects.openai.chat_body import ChatBody
-from cllm.server.dialects.responses.responses_body import ResponsesBody
+from cllm.server.dialects.anthropic import MessagesBody
+from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
@@ -132,7 +132,7 @@ def test_the_text_of_a_document_is_taken() -> None:
 def test_an_answer_is_continued_unless_it_should_not(last: str, given: bool | None, continued: bool) -> None:
     messages = [{"role": "user", "content": "?"}, {"role": last, "content": "It"}]
     body = ChatBody.parse({"messages": messages, "continue_final_message": given})
-    assert body.conversation().prefill == ("It" if continued else "")
+    assert body.conversation().for_template().prefill == ("It" if continued else "")
 
 
 def test_only_an_answer_can_be_continued() -> None:

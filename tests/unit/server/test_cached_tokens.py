@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from cllm.chat.reply import ReplyBuilder
-from cllm.server.dialects.anthropic.messages import MessageRenderer
+from cllm.server.dialects.anthropic import MessageRenderer
 from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
 from cllm.server.dialects.llama_server.completion import Completions, LimitedStream
 from cllm.server.dialects.openai.completions import make_usage
-from cllm.server.dialects.responses.responses import ResponseRenderer, echo
-from cllm.server.dialects.responses.responses_body import ResponsesBody
+from cllm.server.dialects.responses import ResponseRenderer, echo
+from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.types import FinishReason, Prompt, Request, RequestOutput, Usage
 
 USAGE = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=80, cached_from="ram")

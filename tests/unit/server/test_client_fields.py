@@ -15,13 +15,13 @@ from cllm.errors import InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.server.body import Body
-from cllm.server.dialects.anthropic.messages_body import CountBody, MessagesBody
+from cllm.server.dialects.anthropic import CountBody, MessagesBody
 from cllm.server.dialects.cllm.generate import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.dialects.llama_server.bodies import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.openai.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
-from cllm.server.dialects.responses.responses_body import ResponsesBody
+from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.server.generation import GenerationBody
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.types import ConstraintKind, ConstraintSpec

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter
 
 from cllm.chat.reply import ReplyBuilder
-from cllm.server.dialects.anthropic.messages import MessageRenderer
-from cllm.server.dialects.anthropic.messages_body import MessagesBody
+from cllm.server.dialects.anthropic import MessageRenderer, MessagesBody
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, render, step

@@ -10,7 +10,7 @@ from cllm.errors import InvalidRequest
 from cllm.server.dialects.ollama import ollama
 from cllm.server.dialects.ollama.answers import add_tag
 from cllm.server.dialects.ollama.bodies import OllamaChatBody, OllamaGenerateBody, strip_tag
-from cllm.server.dialects.openai.fields import list_stops
+from cllm.server.dialects.openai.bodies import list_stops
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

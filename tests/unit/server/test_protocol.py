@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -11,20 +12,18 @@ from cllm.errors import InvalidRequest
 from cllm.server.body import Body
 from cllm.server.dialect import HttpError
 from cllm.server.dialects import TABLE
-from cllm.server.dialects.anthropic import messages_body
-from cllm.server.dialects.anthropic.messages_body import CountBody, MessagesBody
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.anthropic import CountBody, MessagesBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
-from cllm.server.dialects.responses import responses_body
-from cllm.server.dialects.responses.responses_body import ResponsesBody
+from cllm.server.dialects.responses_body import ResponsesBody
 
 USER = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 BODIES = [
     kind
-    for module in (messages_body, responses_body)
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Body) and kind.__module__ == module.__name__
+    for module in (MessagesBody.__module__, ResponsesBody.__module__)
+    for kind in vars(sys.modules[module]).values()
+    if isinstance(kind, type) and issubclass(kind, Body) and kind.__module__ == module
 ]
 
 
@@ -168,7 +167,7 @@ def test_blocks_become_messages() -> None:
         {"role": "user", "content": "g"},
         {"role": "assistant", "content": "It"},
     )
-    assert conversation.prefill == "It"
+    assert conversation.for_template().prefill == "It"
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import pytest
 
 from cllm.errors import NotFound
-from cllm.server.dialects.responses import store as module
-from cllm.server.dialects.responses.responses import (
+from cllm.server.dialects.responses import (
     EXAMPLE,
     OutputCustomCall,
     OutputFunctionCall,
     OutputReasoning,
     OutputReasoningItem,
+    ResponseStore,
+    StoredResponse,
     decode_items,
     make_stored,
 )
-from cllm.server.dialects.responses.responses_body import ResponsesBody
-from cllm.server.dialects.responses.store import ResponseStore, StoredResponse
+from cllm.server.dialects.responses_body import ResponsesBody
 
 
 def make(name: str, previous: str | None = None, size: int = 10) -> StoredResponse:
@@ -35,7 +37,7 @@ def names(store: ResponseStore, *asked: str, tenant: str = "") -> list[str]:
 
 
 def test_bytes_and_count_are_bounded_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STORED", 3)
+    monkeypatch.setattr(sys.modules[ResponseStore.__module__], "MAX_STORED", 3)
     store = ResponseStore(100)
     for name in "abcd":
         store.put("", make(name))
@@ -69,7 +71,7 @@ def test_a_store_of_no_size_keeps_nothing() -> None:
 
 
 def test_a_chain_is_the_oldest_first_and_is_used_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STORED", 4)
+    monkeypatch.setattr(sys.modules[ResponseStore.__module__], "MAX_STORED", 4)
     store = ResponseStore(100)
     for name, previous in (("a", None), ("x", None), ("b", "a"), ("c", "b")):
         store.put("", make(name, previous))

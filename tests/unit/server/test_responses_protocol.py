@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter
 
 from cllm.chat.reply import ReplyBuilder
-from cllm.server.dialects.responses.responses import ResponseRenderer, echo
-from cllm.server.dialects.responses.responses_body import ResponsesBody
+from cllm.server.dialects.responses import ResponseRenderer, echo
+from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, logprob, render, step

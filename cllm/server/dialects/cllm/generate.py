@@ -18,7 +18,7 @@ from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, StructResponse, encode
 from cllm.server.dialects.cllm import cllm
-from cllm.server.dialects.openai.fields import Stops, list_stops
+from cllm.server.dialects.openai.bodies import Stops, list_stops
 from cllm.server.generation import GenerationBody
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine

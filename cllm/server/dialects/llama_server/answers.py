@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from cllm.server.dialects.llama_server.bodies import MAX_PROBS, LlamaCompletionBody
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.generation import SAMPLER_NAMES
-from cllm.server.timings import PromptProgress, Timings, make_timings
+from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 
@@ -128,7 +128,7 @@ COMPLETION_EXAMPLE = LlamaCompletion(
     truncated=False,
     stop_type="limit",
     stopping_word="",
-    timings=make_timings(prompt_tokens=4, generated=3, prompt_s=0.0215, generated_s=0.0182),
+    timings=EXAMPLE_TIMINGS,
 )
 
 

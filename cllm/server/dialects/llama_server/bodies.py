@@ -10,8 +10,7 @@ from msgspec import Meta
 
 from cllm.chat.conversation import Conversation
 from cllm.server.body import NO_NUL, Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.chat_body import ChatBody
-from cllm.server.dialects.openai.fields import MAX_CHOICES, MAX_PROMPTS
+from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody
 from cllm.server.generation import GenerationBody, get_sampling_bounds, is_token_id
 from cllm.text.prompt import Gap, Snippet
 

@@ -24,8 +24,8 @@ from cllm.server.dialects.cllm import admin
 from cllm.server.dialects.llama_server import answers, bodies, llama_server
 from cllm.server.dialects.llama_server.completion import complete, spell
 from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.chat import chat
-from cllm.server.dialects.openai.chat_body import ChatBody
 from cllm.server.dialects.openai.models import models
 from cllm.server.submit import check_tokens, find_model, get_registry, use_engine
 from cllm.server.submit import tokenize as tokenize_pieces

@@ -16,8 +16,8 @@ from cllm.frontend.served_model import ModelStatus
 from cllm.models.files import parse_file_type
 from cllm.server.dialects.cllm.generate import MODEL_EXAMPLE
 from cllm.server.dialects.ollama.bodies import MODEL
+from cllm.server.dialects.openai.bodies import REASONING
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
-from cllm.server.dialects.openai.fields import REASONING
 from cllm.server.dialects.openai.models import ModelDetails, make_model
 from cllm.text.folding import parse_object
 from cllm.types import Limits, ModelInfo

@@ -18,18 +18,21 @@ from cllm.chat.conversation import (
 )
 from cllm.frontend.engine_registry import LATEST
 from cllm.server.body import Body, about
-from cllm.server.dialects.openai.chat_body import CalledFunction, ReasoningText, ToolBody, drop_nulls
-from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
-from cllm.server.dialects.openai.fields import (
+from cllm.server.dialects.openai.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MESSAGES,
     QUESTION,
     SCHEMA,
+    CalledFunction,
+    ReasoningText,
     Stops,
+    ToolBody,
     TopLogprobs,
+    drop_nulls,
     take_tools,
 )
+from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
 from cllm.server.generation import GenerationBody
 from cllm.text.prompt import Gap, RawText
 

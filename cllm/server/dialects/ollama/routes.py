@@ -21,9 +21,9 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.server.dialect import NDJSON, StructResponse, encode_line
 from cllm.server.dialects.ollama import answers, bodies, ollama
+from cllm.server.dialects.openai.bodies import list_stops
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
-from cllm.server.dialects.openai.fields import list_stops
 from cllm.server.middleware import check_operator
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine

@@ -13,12 +13,12 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.chat.reply import BlockDelta, BlockEvent, BlockKind, BlockStart, ChatReply
-from cllm.chat.session import ChatSession, open_chat
+from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
+from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.llama_server.completion import make_verbose, watch_prompt
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai.chat_body import ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import (
     CompletionUsage,
     PromptLogprobs,
@@ -26,10 +26,10 @@ from cllm.server.dialects.openai.completions import (
     make_prompt_logprobs,
     make_usage,
 )
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, model_name, use_engine
-from cllm.server.timings import TimedResponse, Timings, get_timings, make_timings
-from cllm.types import FinishReason, RequestOutput, TokenLogprob
+from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
+from cllm.types import FinishReason, TokenLogprob
 
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'
@@ -62,16 +62,12 @@ def make_logprobs(entries: Sequence[TokenLogprob], top: int) -> list[ChatTokenLo
     def fields(piece: bytes, logprob: float) -> tuple[str, float, list[int]]:
         return piece.decode(errors="replace"), logprob, list(piece)
 
-    return [
-        ChatTokenLogprob(
-            *fields(entry.pieces[0], entry.logprob),
-            [
-                CandidateLogprob(*fields(piece, logprob))
-                for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-            ][:top],
-        )
-        for entry in entries
-    ]
+    made = []
+    for entry in entries:
+        likely = zip(entry.pieces[1 : 1 + top], entry.top[:top], strict=True)
+        candidates = [CandidateLogprob(*fields(piece, logprob)) for piece, (_, logprob) in likely]
+        made.append(ChatTokenLogprob(*fields(entry.pieces[0], entry.logprob), candidates))
+    return made
 
 
 class CalledFunctionResult(msgspec.Struct):
@@ -112,13 +108,6 @@ class ReplyMessage(msgspec.Struct):
             tool_calls=calls if calls and not older_form else UNSET,
             function_call=calls[0].function if calls and older_form else UNSET,
         )
-
-
-def get_finish_reason(reason: FinishReason, *, called: bool, older_form: bool = False) -> str:
-    """`tool_calls` (in the older form `function_call`) where the answer stopped after a call."""
-    if called and reason is FinishReason.STOP:
-        return "function_call" if older_form else "tool_calls"
-    return reason.value
 
 
 class ChatChoice(msgspec.Struct):
@@ -177,7 +166,7 @@ EXAMPLE = ChatCompletion(
     **_HEAD,
     choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
-    timings=make_timings(prompt_tokens=4, generated=3, prompt_s=0.0215, generated_s=0.0182),
+    timings=EXAMPLE_TIMINGS,
 )
 EXAMPLE_CHUNKS = (
     ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),
@@ -186,26 +175,11 @@ EXAMPLE_CHUNKS = (
 
 
 class ChatCompletionRenderer:
-    """Renders one call, whole or as chunks. `top` is None where no log-probabilities are wanted."""
+    """Renders one call, whole or as chunks."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        head: dict[str, Any],
-        top: int | None,
-        *,
-        include_usage: bool = False,
-        older_form: bool = False,
-        timed: bool = False,
-        scored: int | None = None,
-    ) -> None:
-        self._dialect = dialect
+    def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
+        self._body = body
         self._head = head
-        self._top = top
-        self._include_usage = include_usage
-        self._timed = timed  # every chunk has timings, not the last one alone
-        self._scored = scored  # alternatives of each token of the prompt; None: it is not scored
-        self._older_form = older_form  # calls are functions
         # All chunks start alike: that part is encoded once.
         self._prefix = b"data: " + _json.encode(ChatCompletionChunk(**head))[:-2]
         self._opening = self._prefix + b'{"index":'
@@ -215,7 +189,7 @@ class ChatCompletionRenderer:
         choices = [
             ChatChoice(
                 index,
-                ReplyMessage.from_reply(reply, older_form=self._older_form),
+                ReplyMessage.from_reply(reply, older_form=self._body.older_form),
                 self._logprobs(reply.logprobs),
                 self._finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
             )
@@ -223,22 +197,23 @@ class ChatCompletionRenderer:
         ]
         usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
         timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
-        if self._scored is not None:
+        if (count := self._body.prompt_logprobs) is not None:
             entries = replies[0].prompt_logprobs
-            more["prompt_logprobs"] = [make_prompt_logprobs(entry, self._scored) for entry in entries]
+            more["prompt_logprobs"] = [make_prompt_logprobs(entry, count) for entry in entries]
         return ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
 
-    async def chunks(self, session: ChatSession) -> AsyncIterator[bytes]:
+    async def chunks(self, session: ChatSession, dialect: Dialect) -> AsyncIterator[bytes]:
         """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
-        n = len(session.streams)
+        n, timed, include_usage = len(session.streams), self._body.timings_per_token, self._body.include_usage
         for index in range(n):
             yield self._encode(ChunkChoice(index, ChunkDelta(role="assistant", content="")))
         usages = []
-        async for index, changes, output in session.steps():
+        async for step in session.steps():
+            index, changes, output = step
             if output.error is not None:
-                yield self._dialect.frame_failure(output.error)
+                yield dialect.frame_failure(output.error)
                 return
-            plain = output.finish_reason is None and not output.logprobs and not self._timed
+            plain = output.finish_reason is None and not output.logprobs and not timed
             if plain and len(changes) == 1:
                 change = changes[0]
                 if type(change) is BlockDelta and change.block.kind is BlockKind.TEXT:
@@ -249,12 +224,12 @@ class ChatCompletionRenderer:
             if output.finish_reason is not None:
                 usages.append(output.usage)
             timings: Timings | UnsetType = UNSET
-            if self._timed or (len(usages) == n and not self._include_usage):
+            if timed or (len(usages) == n and not include_usage):
                 timings = get_timings(session.streams[index], session.prompt_tokens, output.usage)
             called = bool(session.replies[index].tool_calls)
-            if chunks := self._encode_step(index, changes, output, timings, called=called):
+            if chunks := self._encode_step(step, timings, called=called):
                 yield chunks
-        if self._include_usage:
+        if include_usage:
             timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
             usage = make_usage(usages, session.prompt_tokens)
             yield encode(ChatCompletionChunk(**self._head, usage=usage, timings=timings))
@@ -273,16 +248,9 @@ class ChatCompletionRenderer:
         async for chunk in chunks:
             yield chunk
 
-    def _encode_step(
-        self,
-        index: int,
-        changes: Sequence[BlockEvent],
-        output: RequestOutput,
-        timings: Timings | UnsetType,
-        *,
-        called: bool,
-    ) -> bytes:
+    def _encode_step(self, step: ChatStep, timings: Timings | UnsetType, *, called: bool) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
+        index, changes, output = step
         deltas = [self._make_delta(change) for change in changes]
         choices = [ChunkChoice(index, delta) for delta in deltas if delta is not None]
         last_content = max(0, len(choices) - 1)
@@ -298,40 +266,35 @@ class ChatCompletionRenderer:
         return b"".join((*map(self._encode, before), self._encode(last, timings)))
 
     def _finish_reason(self, reason: FinishReason, *, called: bool) -> str:
-        return get_finish_reason(reason, called=called, older_form=self._older_form)
+        """`tool_calls` (in the older form `function_call`) where the answer stopped after a call."""
+        if called and reason is FinishReason.STOP:
+            return "function_call" if self._body.older_form else "tool_calls"
+        return reason.value
 
     def _encode(self, choice: ChunkChoice, timings: Timings | UnsetType = UNSET) -> bytes:
         more = b"" if timings is UNSET else b',"timings":' + _json.encode(timings)
         return self._prefix + _json.encode(choice) + b"]" + more + b"}\n\n"
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return None if self._top is None else ChatLogprobs(make_logprobs(entries, self._top))
+        top = self._body.top
+        return None if top is None else ChatLogprobs(make_logprobs(entries, top))
 
     def _make_delta(self, change: BlockEvent) -> ChunkDelta | None:
-        """What a change adds; None where a block of text starts, or any block ends."""
-        block = change.block
-        started, text = (
-            isinstance(change, BlockStart),
-            change.text if isinstance(change, BlockDelta) else None,
-        )
-        if block.kind is not BlockKind.TOOL_CALL:
-            if text is None:
-                return None
-            return (
-                ChunkDelta(content=text)
-                if block.kind is BlockKind.TEXT
-                else ChunkDelta(reasoning_content=text)
-            )
-        if not started and text is None:
+        """The delta of a change; None where a block of text starts, or any block ends."""
+        block, text = change.block, change.text if isinstance(change, BlockDelta) else None
+        if isinstance(change, BlockEnd) or (text is None and block.kind is not BlockKind.TOOL_CALL):
             return None
-        function = CalledFunctionResult("", block.name) if started else CalledFunctionResult(text or "")
-        if self._older_form:  # there is one call, without an id
+        if block.kind is BlockKind.TEXT:
+            return ChunkDelta(content=text or "")
+        if block.kind is BlockKind.REASONING:
+            return ChunkDelta(reasoning_content=text or "")
+        function = CalledFunctionResult(text or "", block.name if text is None else UNSET)
+        if self._body.older_form:  # there is one call, without an id
             return ChunkDelta(function_call=function)
-        if started:
-            return ChunkDelta(
-                tool_calls=[ToolCallResult(function, f"call_{block.id}", "function", block.call)]
-            )
-        return ChunkDelta(tool_calls=[ToolCallResult(function, index=block.call)])
+        call = ToolCallResult(function, index=block.call)
+        if text is None:
+            call.id, call.type = f"call_{block.id}", "function"
+        return ChunkDelta(tool_calls=[call])
 
 
 @openai.post("/v1/chat/completions", EXAMPLE, events=(*map(encode, EXAMPLE_CHUNKS), DONE), computes=True)
@@ -345,28 +308,18 @@ async def chat(body: ChatBody, http: HttpRequest) -> Response:
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
         stop=body.stops,
-        logprobs=max(1, body.top) if body.top is not None else 0,
+        logprobs=0 if body.top is None else max(1, body.top),
+        prompt_logprobs=body.scored,
     )
-    request = msgspec.structs.replace(request, prompt_logprobs=body.scored)
     session = await open_chat(engine, body.conversation(), request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
-    renderer = ChatCompletionRenderer(
-        get_dialect(http.scope),
-        head,
-        body.top,
-        include_usage=body.include_usage,
-        older_form=body.older_form,
-        timed=body.timings_per_token,
-        scored=body.prompt_logprobs,
-    )
+    renderer = ChatCompletionRenderer(body, head)
     if body.stream:
-        chunks = renderer.chunks(session)
+        chunks = renderer.chunks(session, get_dialect(http.scope))
         if body.return_progress:
             chunks = renderer.with_progress(session, chunks)
         return EventStream(engine, session.streams, chunks)
     outputs = await collect(engine, session.streams, http)
-    if outputs is None:
-        return Response(status_code=GONE)
     replies = [reply.reply() for reply in session.finish(outputs)]
     more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
     return StructResponse(renderer.whole(replies, session, **more))

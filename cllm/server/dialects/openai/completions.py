@@ -21,10 +21,10 @@ from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, DONE, Dialect, StructResponse, encode, get_dialect
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai.fields import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, model_name, prepare, use_engine
-from cllm.server.timings import TimedResponse, get_timings, make_timings
+from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Prompt, RequestOutput, TokenLogprob, Usage
 
@@ -68,19 +68,17 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
         if self.max_tokens == -1:
             force_setattr(self, "max_tokens", None)
         if isinstance(self.prompt, list) and len({type(each) for each in self.prompt}) > 1:
-            raise ValueError(
-                "prompt: it must be a text, texts, token ids, or lists of token ids, not a mixture"
-            )
+            raise ValueError("prompt: must be a text, texts, token ids, or lists of token ids, not a mixture")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of above n cannot be streamed: the best answers are known only at the end")
         if (self.best_of or self.n) * len(self.prompts) > MAX_PROMPTS:
-            raise ValueError(f"n (or best_of) times prompts must be at most {MAX_PROMPTS}")
+            raise ValueError(f"prompt: n (or best_of) times prompts must be at most {MAX_PROMPTS}")
 
     @property
     def scores_echo(self) -> bool:
-        """Whether the tokens of the prompt are among those with log-probabilities."""
+        """The tokens of the prompt are among those with log-probabilities."""
         return self.echo and self.logprobs is not None and not self.suffix
 
     @property
@@ -162,7 +160,7 @@ EXAMPLE = CompletionResponse(
     model="SmolLM2-135M-Instruct",
     choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
-    timings=make_timings(prompt_tokens=4, generated=3, prompt_s=0.0215, generated_s=0.0182),
+    timings=EXAMPLE_TIMINGS,
 )
 _CHUNK = _replace(EXAMPLE, choices=[CompletionChoice(0, " there")], usage=UNSET, timings=UNSET)
 
@@ -178,8 +176,7 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
         return usage
     accepted = sum(usage.accepted_tokens for usage in ended)
     rejected = sum(usage.drafted_tokens for usage in ended) - accepted
-    predicted = CompletionTokensDetails(accepted, rejected)
-    return msgspec.structs.replace(usage, completion_tokens_details=predicted)
+    return _replace(usage, completion_tokens_details=CompletionTokensDetails(accepted, rejected))
 
 
 def make_choice(
@@ -193,13 +190,11 @@ def make_choice(
         if prompt and body.scores_echo:
             entries, offset = prompt + entries, offset - len(echo)
         logprobs = make_logprobs(entries, offset, max(1, body.logprobs))
-    choice = CompletionChoice(
-        index, echo + "".join(output.text for output in outputs), logprobs, outputs[-1].finish_reason
-    )
-    if not prompt or body.prompt_logprobs is None:
-        return choice
-    scores = [make_prompt_logprobs(entry, body.prompt_logprobs) for entry in prompt]
-    return msgspec.structs.replace(choice, prompt_logprobs=scores)
+    scores: PromptLogprobs | UnsetType = UNSET
+    if prompt and body.prompt_logprobs is not None:
+        scores = [make_prompt_logprobs(entry, body.prompt_logprobs) for entry in prompt]
+    text = echo + "".join(output.text for output in outputs)
+    return CompletionChoice(index, text, logprobs, outputs[-1].finish_reason, scores)
 
 
 def decode_piece(piece: bytes) -> str:
@@ -239,7 +234,6 @@ async def completions(body: CompletionBody, http: HttpRequest) -> Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     best_of = body.best_of or body.n
-    logprobs = body.logprobs is not None
     request = make_request(
         engine,
         http,
@@ -247,12 +241,11 @@ async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         request_id=f"cmpl-{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
         stop=body.stops,
-        logprobs=body.logprobs or int(logprobs or best_of > body.n),
+        logprobs=body.logprobs or int(body.logprobs is not None or best_of > body.n),
+        prompt_logprobs=body.scored,
     )
-    request = _replace(request, prompt_logprobs=body.scored)
-    request, prompts = await prepare(
-        engine, request, [_make_input(engine, body, one) for one in body.prompts]
-    )
+    inputs = [_make_input(engine, body, one) for one in body.prompts]
+    request, prompts = await prepare(engine, request, inputs)
     echoes = await _detokenize(engine, body.prompts) if body.echo else [""] * len(prompts)
     streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
     head = CompletionResponse(
@@ -262,8 +255,6 @@ async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         events = _events(get_dialect(http.scope), body, head, prompts, echoes, streams)
         return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
-    if collected is None:
-        return Response(status_code=GONE)
     usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
     if best_of > body.n:
         collected = _best(collected, best_of, body.n)
@@ -328,13 +319,10 @@ def _make_input(engine: EngineClient, body: CompletionBody, prompt: str | list[i
 
 async def _detokenize(engine: EngineClient, given: Sequence[str | list[int]]) -> list[str]:
     """The text of each prompt, to be repeated."""
-    echoes: list[str] = []
-    for one in given:
-        if isinstance(one, str):
-            echoes.append(one)
-        else:
-            echoes.append((await run_tokenizer(engine, Detokenize(tuple(one)), Text)).text)
-    return echoes
+    return [
+        one if isinstance(one, str) else (await run_tokenizer(engine, Detokenize(tuple(one)), Text)).text
+        for one in given
+    ]
 
 
 def _best(collected: Sequence[list[RequestOutput]], best_of: int, n: int) -> list[list[RequestOutput]]:

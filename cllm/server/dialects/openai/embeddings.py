@@ -24,7 +24,8 @@ from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.sse import GONE, collect
+from cllm.server.dialects.openai.bodies import JsonValue, TextPart
+from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
@@ -48,19 +49,12 @@ InputText = Annotated[str, Meta(min_length=1)]
 InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
-class InputPart(msgspec.Struct, Body, kw_only=True):
-    """A part of an input."""
-
-    type: Annotated[Literal["text"], about("Always `text`: the model accepts text only")] = "text"
-    text: Annotated[str, about("The text of this part", "The cat sat.")]
-
-
 class InputObject(msgspec.Struct, Body, kw_only=True):
     """An input in an object, as llama-server takes it."""
 
-    content: Annotated[
-        InputText | list[InputPart] | None, about("Text, or parts of text", "The cat sat.")
-    ] = None
+    content: Annotated[InputText | list[TextPart] | None, about("Text, or parts of text", "The cat sat.")] = (
+        None
+    )
     prompt_string: Annotated[InputText | None, about("Text", "The cat sat.")] = None
 
     @property
@@ -75,16 +69,12 @@ Input = Annotated[
     InputText
     | InputObject
     | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
-    about(
-        f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
-        "The cat sat.",
-        ["The cat sat.", "A feline rested."],
-    ),
+    about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
 ]
 
 
 def has_tokens(value: Any) -> bool:
-    """Whether an input has token ids: then a list of it is one input."""
+    """Test whether an input has token ids: then a list of it is one input."""
     return isinstance(value, list) and any(isinstance(part, int) for part in value)
 
 
@@ -98,7 +88,7 @@ def split_inputs(value: Any) -> list[list[str | int]]:
 
 
 def check_inputs(field: str, value: Any) -> None:
-    """Check what the type of inputs cannot say. Raises ValueError."""
+    """Check inputs beyond their type. Raises ValueError."""
     if not isinstance(value, list):
         return
     if has_tokens(value):
@@ -137,10 +127,7 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
     model: ModelName = None
     content: Input
     embd_normalize: Annotated[
-        int,
-        about(
-            "Norm: -1 none, 0 largest element is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64
-        ),
+        int, about("Norm: -1 none, 0 largest is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64)
     ] = 2
 
     def check(self) -> None:
@@ -168,11 +155,7 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
         about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
     ]
     texts: Annotated[
-        Documents | None,
-        about(
-            "`documents` as text-embeddings-inference names them; the answer is then its list",
-            ["It is a bear.", "hi"],
-        ),
+        JsonValue, about("`documents` of text-embeddings-inference; the answer is then its list", ["hi"])
     ] = None
     top_n: Annotated[
         Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
@@ -203,9 +186,7 @@ class ScoreBody(msgspec.Struct, Body, kw_only=True):
     def check(self) -> None:
         queries, documents = len(self.queries), len(self.documents)
         if queries not in (1, documents):
-            raise ValueError(
-                f"text_1: it has {queries} texts and text_2 has {documents}; give one, or as many"
-            )
+            raise ValueError(f"text_1: {queries} texts, but {documents} in text_2; give one, or as many")
 
     @property
     def queries(self) -> tuple[str, ...]:
@@ -245,19 +226,15 @@ class LlamaEmbedding(msgspec.Struct, frozen=True):
     embedding: list[list[float]]
 
 
-class RankedText(msgspec.Struct, frozen=True):
-    text: str
-
-
-class Ranked(msgspec.Struct, frozen=True):
+class Ranked(msgspec.Struct):
     """The score of one document, and the document itself where it was asked for."""
 
     index: int
     relevance_score: float
-    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+    document: DocumentBody | msgspec.UnsetType = msgspec.UNSET
 
 
-class RankedInList(msgspec.Struct, frozen=True):
+class RankedInList(msgspec.Struct):
     """The same in the shape of text-embeddings-inference."""
 
     index: int
@@ -293,17 +270,10 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 _VECTOR = [0.118, -0.042, 0.307]
 _USAGE = EmbeddingUsage(8, 8)
-_EMBEDDINGS = EmbeddingList(
-    model="SmolLM2-135M-Instruct", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE
-)
-_SCORED = ScoreResponse(
-    id="score-8f0c2d7e",
-    created=1767225600,
-    model="bge-reranker-v2-m3",
-    data=[Score(index=0, score=5.27)],
-    usage=_USAGE,
-)
-_RANKED = RerankResponse(model="bge-reranker-v2-m3", results=[Ranked(0, 5.27)], usage=_USAGE)
+_EMBEDDED = EmbeddingList(model="nomic-embed", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE)
+_RERANKER: dict[str, Any] = {"model": "bge-reranker-v2-m3", "usage": _USAGE}
+_RANKED = RerankResponse(results=[Ranked(0, 5.27)], **_RERANKER)
+_SCORED = ScoreResponse(id="score-8f0c", created=1767225600, data=[Score(index=0, score=5.27)], **_RERANKER)
 
 
 async def encode_entries(entries: Iterable[Any]) -> list[Any]:
@@ -341,20 +311,17 @@ async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> Tok
 
 async def embed(
     engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
-) -> tuple[Sequence[bytes], EmbeddingUsage] | None:
-    """The embeddings of inputs in their order, or None if the client disconnected."""
+) -> tuple[Sequence[bytes], EmbeddingUsage]:
+    """The embeddings of inputs in their order."""
     tenant = http.scope["state"]["tenant"].name
     request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant)
-    collected = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
-    if collected is None:
-        return None
-    last = collected[0][-1]
+    ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     assert last.usage is not None and len(last.embeddings) == len(inputs)
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
 def embedding_length(engine: EngineClient) -> int:
-    """How many numbers an embedding of this model has; raises InvalidRequest for a reranker."""
+    """Length of this model's embeddings; raises InvalidRequest for a reranker."""
     info, _ = loaded(engine)
     if info.pooling is Pooling.RANK:
         raise InvalidRequest(
@@ -367,10 +334,8 @@ def embedding_length(engine: EngineClient) -> int:
 
 async def score_pairs(
     engine: EngineClient, queries: Sequence[str], documents: Sequence[str], field: str, http: HttpRequest
-) -> tuple[list[float], EmbeddingUsage] | None:
-    """The score of each document for the one query, or for its own; None if the client disconnected.
-
-    `field` is the one that holds the documents, for errors.
+) -> tuple[list[float], EmbeddingUsage]:
+    """The score of each document for the one query, or for its own. `field` names the documents in errors.
 
     Raises InvalidRequest where the model is no reranker: no other model was trained to give a score.
     """
@@ -393,38 +358,28 @@ async def score_pairs(
             raise ContextLengthExceeded(
                 error.prompt_tokens, error.limit, message=error.message.replace(old, new), field=field
             ) from None
-    found = await embed(engine, inputs, http)
-    if found is None:
-        return None
-    return [float(to_vector(data, norm=RAW)[0]) for data in found[0]], found[1]
+    vectors, usage = await embed(engine, inputs, http)
+    return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
 
 
-@embeddings.post("/v1/embeddings", _EMBEDDINGS, computes=True)
+@embeddings.post("/v1/embeddings", _EMBEDDED, computes=True)
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
     length = embedding_length(engine)
     if loaded(engine)[0].pooling is Pooling.NONE:
-        raise InvalidRequest(
-            "this server pools nothing (--pooling none): use /embedding, a vector a token", "model"
-        )
+        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
+        raise InvalidRequest(message, "model")
     if body.dimensions is not None and body.dimensions > length:
-        raise InvalidRequest(
-            f"dimensions is {body.dimensions}, but this model's embeddings have {length}", field="dimensions"
-        )
-    found = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
-    if found is None:
-        return Response(status_code=GONE)
-    arrays = (to_vector(data, body.dimensions) for data in found[0])
+        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
+        raise InvalidRequest(message, "dimensions")
+    vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
+    arrays = (to_vector(data, body.dimensions) for data in vectors)
     as_text = body.encoding_format == "base64"
-    entries = await encode_entries(
-        Embedding(
-            index=index, embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist()
-        )
-        for index, array in enumerate(arrays)
-    )
+    shown = (base64.b64encode(array.tobytes()).decode() if as_text else array.tolist() for array in arrays)
+    entries = await encode_entries(Embedding(index=index, embedding=one) for index, one in enumerate(shown))
     model = model_name(engine, body.model)
-    return StructResponse(EmbeddingList(model=model, usage=found[1], data=entries))
+    return StructResponse(EmbeddingList(model=model, usage=usage, data=entries))
 
 
 @llama_server.post("/embedding", [LlamaEmbedding(0, [_VECTOR])], computes=True)
@@ -433,13 +388,9 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Respon
     """Turn texts into embeddings, in llama-server's shape."""
     engine = await use_engine(http, body.model)
     length = embedding_length(engine)
-    found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
-    if found is None:
-        return Response(status_code=GONE)
-    if loaded(engine)[0].pooling is Pooling.NONE:
-        arrays = (to_vector(data, norm=RAW).reshape(-1, length) for data in found[0])
-    else:
-        arrays = (to_vector(data, norm=body.embd_normalize).reshape(1, -1) for data in found[0])
+    vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
+    norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
+    arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)
     entries = (LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
     return StructResponse(await encode_entries(entries))
 
@@ -452,20 +403,16 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
     texts = body.plain_texts
-    found = await score_pairs(engine, [body.query], texts, "documents", http)
-    if found is None:
-        return Response(status_code=GONE)
-    scores, usage = found
+    scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
     if body.texts is not None:
-        shown = [texts[index] if body.return_text else msgspec.UNSET for index in best]
-        return StructResponse(
-            [RankedInList(index, scores[index], text) for index, text in zip(best, shown, strict=True)]
-        )
-    results = [
-        Ranked(index, scores[index], RankedText(texts[index]) if body.return_documents else msgspec.UNSET)
-        for index in best
-    ]
+        plain = [RankedInList(index, scores[index]) for index in best]
+        for one in plain if body.return_text else ():
+            one.text = texts[one.index]
+        return StructResponse(plain)
+    results = [Ranked(index, scores[index]) for index in best]
+    for result in results if body.return_documents else ():
+        result.document = DocumentBody(text=texts[result.index])
     model = model_name(engine, body.model)
     return StructResponse(RerankResponse(model=model, results=results, usage=usage))
 
@@ -475,14 +422,12 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
 async def score(body: ScoreBody, http: HttpRequest) -> Response:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
     engine = await use_engine(http, body.model)
-    found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
-    if found is None:
-        return Response(status_code=GONE)
+    scores, usage = await score_pairs(engine, body.queries, body.documents, "text_2", http)
     response = ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=model_name(engine, body.model),
-        data=[Score(index=index, score=score) for index, score in enumerate(found[0])],
-        usage=found[1],
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        usage=usage,
     )
     return StructResponse(response)

@@ -22,7 +22,7 @@ REASONING_MARKERS = ("<think>", "[THINK]", "<|channel|>", "reasoning_content", "
 
 
 class ModelMeta(msgspec.Struct, frozen=True):
-    """What llama-server says of a model."""
+    """The description of a model under llama-server's names."""
 
     n_vocab: int
     n_ctx: int
@@ -95,11 +95,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_entry(info: ModelInfo) -> ModelEntry:
-    details = ModelDetails(
-        family=info.architecture,
-        families=(info.architecture,),
-        quantization_level=parse_file_type(info.description).quant,
-    )
+    family, quant = info.architecture, parse_file_type(info.description).quant
+    details = ModelDetails(family=family, families=(family,), quantization_level=quant)
     return ModelEntry(name=info.name, model=info.name, details=details)
 
 

@@ -1,9 +1,10 @@
-"""OpenAI's `/v1/responses`: its answers and its routes."""
+"""OpenAI's Responses API: its answers, its routes, and the store of what may be continued."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,20 +15,25 @@ from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
-from cllm.errors import NotFound
+from cllm.errors import CllmError, NotFound
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
-from cllm.server.dialect import JSON, StructResponse
+from cllm.server.dialect import JSON, StructResponse, encode_named, get_field
+from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.llama_server.answers import InputTokens
+from cllm.server.dialects.openai import OpenAIDialect
+from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
-from cllm.server.dialects.openai.chat_body import drop_nulls
-from cllm.server.dialects.responses import llama_responses, responses
-from cllm.server.dialects.responses.responses_body import ResponseItem, ResponsesBody
-from cllm.server.dialects.responses.store import NOT_STORED, ResponseStore, StoredResponse
+from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
 from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.folding import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
+MAX_STORED = 1024  # responses of one tenant
+NOT_STORED = (
+    "this response is not stored here: it was made with store false, or deleted, or dropped to make room "
+    "(--response-store-mb); send the whole conversation as input items"
+)
 _NAMES = {  # prefix of the item's id, type of the events with its text
     BlockKind.REASONING: ("rs", "response.reasoning_text"),
     BlockKind.TEXT: ("msg", "response.output_text"),
@@ -37,6 +43,94 @@ _STATUSES = {None: "in_progress", FinishReason.STOP: "completed", FinishReason.L
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
 decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
+
+
+class ResponsesDialect(OpenAIDialect):
+    """The Responses API: an error in a stream is an event with a name."""
+
+    prefix = "/v1/responses/"
+
+    def frame_error(self, error: CllmError) -> bytes:
+        shown = {"code": error.code, "message": error.message, "param": get_field(error)}
+        return encode_named("error", {"type": "error", "sequence_number": 0, **shown})
+
+
+class LlamaResponsesDialect(LlamaServerDialect):
+    """The same at llama-server's paths, with the shape of its errors."""
+
+    prefix = "/responses/"
+
+    def frame_error(self, error: CllmError) -> bytes:
+        return responses.frame_error(error)
+
+
+responses = ResponsesDialect()
+llama_responses = LlamaResponsesDialect()
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response as JSON, and what a conversation that continues it needs."""
+
+    id: str
+    previous: str | None
+    body: bytes
+    items: bytes  # of its input and its output, a JSON list
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+class ResponseStore:
+    """Stored responses in memory, up to `max_bytes` of each tenant's.
+
+    Those not used for longest are dropped first. A response refers to the one it continues, so using it
+    counts for all before it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
+
+    def put(self, tenant: str, stored: StoredResponse) -> None:
+        """Keep a response, unless it is larger than the whole store."""
+        if stored.size > self._max_bytes:
+            return
+        kept = self._tenants.setdefault(tenant, OrderedDict())
+        kept[stored.id] = stored
+        size = sum(each.size for each in kept.values())
+        while size > self._max_bytes or len(kept) > MAX_STORED:
+            size -= kept.popitem(last=False)[1].size
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """A response; raises NotFound."""
+        kept = self._tenants.get(tenant)
+        if kept is None or response_id not in kept:
+            raise NotFound(NOT_STORED)
+        return kept[response_id]
+
+    def get_chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        """A response and all it continues, the oldest first; raises NotFound where one of them is gone."""
+        chain: list[StoredResponse] = []
+        following: str | None = response_id
+        while following is not None:
+            chain.append(self.get(tenant, following))
+            following = chain[-1].previous
+        chain.reverse()
+        for stored in chain:
+            self._tenants[tenant].move_to_end(stored.id)
+        return chain
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response; raises NotFound."""
+        self.get(tenant, response_id)
+        del self._tenants[tenant][response_id]
+
+    def clear(self) -> int:
+        """Forget the responses of all tenants; returns their number."""
+        count = sum(map(len, self._tenants.values()))
+        self._tenants.clear()
+        return count
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -166,7 +260,7 @@ def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
         "model": model,
         "text": {"format": msgspec.to_builtins(body.text_format)},
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "metadata": body.metadata or {},
+        "metadata": body.metadata,
         "top_logprobs": body.top_logprobs or 0,
     }
 
@@ -245,9 +339,9 @@ def make_stored(body: ResponsesBody, response: ResponseObject) -> StoredResponse
 
 
 class ResponseRenderer(BlockRenderer):
-    """Renders one response; its events are numbered. `top` None: without log-probabilities.
+    """Renders one response; its events are numbered.
 
-    `keep` is called with a response that has ended well.
+    `top` None renders no log-probabilities. `keep` is called with a response that has ended well.
     """
 
     def __init__(
@@ -275,9 +369,7 @@ class ResponseRenderer(BlockRenderer):
         ]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
-        rendered: list[StreamEvent] = []
-        for change in changes:
-            rendered += self._render(change)
+        rendered: list[StreamEvent] = [event for change in changes for event in self._render(change)]
         if (failure := output.error) is not None:
             self._failure = failure
             fields = {"code": failure.code, "message": failure.message, "param": None}
@@ -328,11 +420,9 @@ class ResponseRenderer(BlockRenderer):
         status = "in_progress" if started else "incomplete" if block.cut else "completed"
         item_id = f"{_NAMES[block.kind][0]}_{block.id}"
         if block.kind is BlockKind.TOOL_CALL:
-            if block.name in self._custom:
-                text = "" if started else _get_input(block)
-                return OutputCustomCall(item_id, status, f"call_{block.id}", block.name, text)
-            arguments = "" if started else block.text
-            return OutputFunctionCall(item_id, status, f"call_{block.id}", block.name, arguments)
+            call = OutputCustomCall if block.name in self._custom else OutputFunctionCall
+            given = _get_input(block) if call is OutputCustomCall else block.text
+            return call(item_id, status, f"call_{block.id}", block.name, "" if started else given)
         content: list[Any] = [] if started else [self._make_part(block)]
         kind = OutputMessage if block.kind is BlockKind.TEXT else OutputReasoningItem
         return kind(item_id, status, content)
@@ -411,7 +501,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Response:
         request_id=f"resp_{uuid.uuid4().hex}",
         max_tokens=body.max_output_tokens,
         stop=body.stops,
-        logprobs=max(1, body.top) if body.top is not None else 0,
+        logprobs=0 if body.top is None else max(1, body.top),
     )
     session = await open_chat(engine, body.to_conversation(history), request)
     store, tenant = _get_store(http)

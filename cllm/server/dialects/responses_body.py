@@ -16,30 +16,30 @@ from cllm.chat.conversation import (
     Conversation,
     MessageBuilder,
     ToolChoice,
-    count_answered,
     make_template_options,
     note_media,
     write_arguments,
 )
-from cllm.errors import InvalidRequest
 from cllm.server.body import Body, Name, TokenLimit, about
-from cllm.server.dialects.openai.chat_body import ContentPart, FunctionBody
-from cllm.server.dialects.openai.fields import (
+from cllm.server.dialects.openai.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MESSAGES,
+    PART,
     QUESTION,
-    REASONING,
     SCHEMA,
     TOOL_CHOICE,
     Arguments,
+    ContentPart,
     Effort,
+    FunctionBody,
     FunctionName,
     JsonValue,
     OpenAIFields,
     TemplateOptions,
     ToolMode,
     TopLogprobs,
+    check_given,
     check_kind,
     take_tools,
 )
@@ -74,8 +74,9 @@ class ResponseTool(FunctionBody, kw_only=True):
 
     def echo(self) -> dict[str, Any]:
         """The tool as a response repeats it."""
-        others = ("format",) if self.type == "function" else ("parameters", "strict")
-        return {name: value for name, value in msgspec.to_builtins(self).items() if name not in others}
+        custom, function = "type name description format", "name description parameters strict type"
+        names = custom if self.type == "custom" else function
+        return {name: getattr(self, name) for name in names.split()}
 
 
 Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
@@ -91,30 +92,21 @@ def join_text(content: str | list[ContentPart]) -> str:
 
 
 class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
-    """A message, reasoning, a tool call of any type, or its output. What is left out has its default."""
+    """A message, reasoning, a tool call of any type, or its output."""
 
     type: Annotated[
-        str | None,
-        about(
-            "`message`, the default; `reasoning`, `…_call`, `…_call_output`; else it is skipped", "message"
-        ),
+        str | None, about("`message`, `reasoning`, `…_call`, `…_call_output`; others are skipped", "message")
     ] = None
     role: Annotated[
         Literal["system", "developer", "user", "assistant"] | None, about("The author of a message", "user")
     ] = None
     content: Annotated[
         str | Parts | None,
-        about(
-            "Text, or parts of text; the text of control tokens stays plain text",
-            QUESTION,
-            [{"type": "input_text", "text": QUESTION}],
-        ),
+        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
     ] = None
     summary: Annotated[
         Parts | None,
-        about(
-            "Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": REASONING}]
-        ),
+        about("Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": "…"}]),
     ] = None
     call_id: Annotated[str | None, about("The id of a call, from the response", "call_1")] = None
     name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
@@ -134,9 +126,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
     def check(self) -> None:
         if self.kind == "message":
-            for name in ("role", "content"):
-                if getattr(self, name) is None:
-                    raise ValueError(f"{name!r} is missing")
+            check_given(self, "role", "content")
         elif self.kind == "reasoning":
             if isinstance(self.content, str):
                 raise ValueError("'content' of reasoning is a list of parts")
@@ -164,10 +154,8 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                 if text := "".join(part.text or "" for part in parts if isinstance(part, ContentPart)):
                     builder.add_reasoning(text)
             case "call":
-                arguments = self.arguments
-                if arguments is None:
-                    given = {"input": self.input} if self.action is None else self.action
-                    arguments = write_arguments(given)
+                given = {"input": self.input} if self.action is None else self.action
+                arguments = write_arguments(given) if self.arguments is None else self.arguments
                 name = self.name or str(self.type).removesuffix("_call")
                 builder.add_tool_call(self.call_id, name, arguments)
             case _:
@@ -177,7 +165,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
 
 def get_kind(kind: Any) -> str:
-    """`message`, `reasoning`, `call`, `output`, or the type of an item that says nothing here."""
+    """`message`, `reasoning`, `call`, `output`, or the type of an item that is skipped."""
     kind = str(kind or "message")
     if kind.endswith("_call_output"):
         return "output"
@@ -185,7 +173,7 @@ def get_kind(kind: Any) -> str:
 
 
 def take_items(value: Any) -> Any:
-    """Items without those that say nothing here: references, and calls that another server executed."""
+    """Items without those that are skipped: references, and calls that another server executed."""
     if not isinstance(value, list):
         return value
     taken = []
@@ -216,7 +204,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
     ] = None
     tools: Annotated[
         Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
-        about("Some of the tools", [{"type": "function", "name": "get_weather"}]),
+        about("Some of the tools", [{"type": "function", "name": "now"}]),
     ] = None
 
     @classmethod
@@ -224,9 +212,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
         return take_tools(value, "function", "custom", default="function")
 
     def check(self) -> None:
-        for name in ("mode", "tools") if self.type == "allowed_tools" else ("name",):
-            if getattr(self, name) is None:
-                raise ValueError(f"{name!r} is missing")
+        check_given(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
 
 
 class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
@@ -268,9 +254,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     input: Annotated[
         Annotated[str, Meta(min_length=1)] | Items,
-        about(
-            "A question, or items: messages, function calls and their outputs, reasoning", QUESTION, MESSAGES
-        ),
+        about("A question, or items: messages, calls and their outputs, reasoning", QUESTION, MESSAGES),
     ]
     instructions: Annotated[
         str | Items | None, about("A system message before the input, or items", "Be brief.")
@@ -292,21 +276,18 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
     ] = None
     include: Annotated[
-        Annotated[tuple[Name, ...], Meta(max_length=32)] | None,
-        about(f"`{LOGPROBS}` is honoured, anything else ignored", [LOGPROBS]),
-    ] = None
+        tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
+    ] = ()
     stream: Annotated[bool, about("Answer as server-sent events")] = False
     store: Annotated[
         bool, about("Keep the response for `previous_response_id`, while there is room for it")
     ] = True
     metadata: Annotated[
-        Annotated[Metadata, Meta(max_length=16)] | None,
-        about("Returned unchanged: up to 16 texts", {"order": "17"}),
-    ] = None
+        Metadata, about("Returned unchanged: up to 16 texts", {"order": "17"}, max_length=16)
+    ] = {}
     truncation: Annotated[
-        Literal["auto", "disabled"] | None,
-        about("Nothing is truncated: input that does not fit is refused", "disabled"),
-    ] = None
+        Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
+    ] = "disabled"
     chat_template_kwargs: TemplateOptions = None
     previous_response_id: Annotated[
         Name | None, about("A stored response, whose conversation is continued", None)
@@ -315,7 +296,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         Name | dict[str, Any] | None, about("Refused: no conversations are stored", None)
     ] = None
     prompt: Annotated[dict[str, Any] | None, about("Refused: no prompts are stored", None)] = None
-    background: Annotated[bool | None, about("Refused if true", False)] = None
+    background: Annotated[bool, about("Refused if true")] = False
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -336,20 +317,18 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     @property
     def _choice(self) -> ToolChoice:
-        parallel = self.parallel_tool_calls
-        match self.tool_choice:
-            case ResponseToolChoice(type="allowed_tools", mode=mode, tools=tools):
-                names = tuple(tool.name for tool in tools or ())
-                return ToolChoice(mode=mode or "auto", names=names, parallel=parallel)
-            case ResponseToolChoice(name=name):
-                return ToolChoice(mode="required", names=(name or "",), parallel=False)
-            case mode:
-                return ToolChoice.of(mode, parallel=parallel)
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+        if choice.type != "allowed_tools":
+            return ToolChoice.only(choice.name or "")
+        names = tuple(tool.name for tool in choice.tools or ())
+        return ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
 
     @property
     def top(self) -> int | None:
-        """How many most likely tokens are returned; None: no log-probabilities."""
-        wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
+        """Number of most likely tokens that are returned. None returns no log-probabilities."""
+        wanted = LOGPROBS in self.include or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None
 
     @property
@@ -372,17 +351,12 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         builder = MessageBuilder("input")
         if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
-        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
-        for items in (instructions, (*history, *self.items)):
-            answered = count_answered([item.role or "" for item in items])
-            for index, item in enumerate(items):
-                builder.answered = index < answered
-                item.add_to(builder)
-        if not builder.messages:
-            raise InvalidRequest("input: it has no content", "input")
-        effort = self.reasoning.effort if self.reasoning is not None else None
+        else:
+            builder.add_all(self.instructions or ())
+        builder.add_all((*history, *self.items))
+        effort = (self.reasoning or ReasoningBody()).effort
         return Conversation(
-            messages=tuple(builder.messages),
+            messages=builder.build(),
             options=make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),
