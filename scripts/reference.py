@@ -154,7 +154,7 @@ def describe_setting(field: msgspec.structs.FieldInfo) -> tuple[str, str, str, s
 
 def make_routes() -> str:
     engine = EngineClient(ProcessExecutor(EngineConfig()))  # never started
-    schema = create_app({"default": engine}, ServerConfig()).openapi()
+    schema = create_app(engine, ServerConfig()).openapi()
     schemas = schema["components"]["schemas"]
     intro = (
         "The same as `/openapi.json` of a server, and as its page at `/docs`, where each route can be tried. "

@@ -82,6 +82,9 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
     for body, reference in references.items():
         if body in bodies and body.EXAMPLE:
             _resolve(schemas, reference)["example"] = dict(body.EXAMPLE)
+    for field in (each for schema in schemas.values() for each in schema.get("properties", {}).values()):
+        if field.keys() == {"enum"}:  # the tag of a struct in a union
+            field["description"] = "Which of the forms this is"
     paths: dict[str, Any] = {}
     for route in routes:
         kind = kinds[route.path + route.method]

@@ -114,7 +114,7 @@ async def serve(
     registry.set_tenants(keys.tenants)
     try:
         await registry.start()
-        app = create_app({"default": registry}, config, keys)
+        app = create_app(registry, config, keys)
         settings = uvicorn.Config(
             app,
             log_config=None,

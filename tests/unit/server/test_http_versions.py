@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
 from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
+from cllm.server.dialects import TABLE
 from cllm.server.middleware import BodyLimitMiddleware, HeadersMiddleware, TrustedHostMiddleware
 
 HOST = b"Host: localhost\r\n"
@@ -77,9 +78,8 @@ async def serving(app: App) -> AsyncIterator[Connect]:
     def count(code: str) -> None:
         pass
 
-    layers = HeadersMiddleware(
-        TrustedHostMiddleware(BodyLimitMiddleware(app, 1000, 1000), "127.0.0.1", "", count)
-    )
+    guarded = TrustedHostMiddleware(BodyLimitMiddleware(app, 1000, 1000), "127.0.0.1", "", count)
+    layers = HeadersMiddleware(guarded, TABLE)
     config = uvicorn.Config(layers, log_config=None, lifespan="off", ws="none", server_header=False)
     limits, state = make_limits(ServerConfig()), ServerState()
     server = await asyncio.get_running_loop().create_server(

@@ -20,9 +20,9 @@ from cllm.errors import (
 )
 from cllm.server.app import add_defaults
 from cllm.server.dialects import TABLE
-from cllm.server.dialects.llama_server import answers, llama_server
-from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.dialects.llama_server.completion import LineLimits
+from cllm.server.dialects import llama_body as answers
+from cllm.server.dialects.llama_body import LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.dialects.llama_server import LineLimits, llama_server
 from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.generation import GenerationBody
 from cllm.server.timings import make_timings

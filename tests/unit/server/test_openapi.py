@@ -23,7 +23,7 @@ ADMIN = ("/admin", "/debug", "/metrics", "/slots", "/api/pull", "/api/delete")
 def get(path: str, api_key: str = "") -> httpx.Response:
     """Ask an app that has no model: the description needs none."""
     engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(), EngineConfig()))
-    app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+    app = create_app(engine, ServerConfig(api_key=api_key))
     headers = {"x-api-key": api_key} if api_key else {}
 
     async def ask() -> httpx.Response:
@@ -152,11 +152,15 @@ def test_what_goes_through_the_queue_can_be_refused_there() -> None:
     """Every body with a `timeout`, and every call for embeddings."""
     for method, path, route in ROUTES:
         body = body_of(route) or {}
-        counts = path.endswith(("/count_tokens", "/input_tokens"))
+        counts = path.endswith(("/count_tokens", "/input_tokens", "/apply-template"))
         fields = {"timeout", "options"} & body.get(
             "properties", {}
         ).keys()  # Ollama's has a timeout in its options
-        queued = (fields and not counts) or "embeddings" in route["tags"] or path.startswith("/api/embed")
+        queued = (
+            (fields and not counts)
+            or "embeddings" in route["tags"]
+            or path.startswith(("/api/embed", "/embedding"))
+        )
         assert ({"429", "504"} <= route["responses"].keys()) == bool(queued), f"{method} {path}"
         assert ("headers" in route["responses"]["200"]) == bool(queued)
 

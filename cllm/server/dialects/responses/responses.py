@@ -17,7 +17,7 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import NotFound
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.dialect import JSON, StructResponse
-from cllm.server.dialects.llama_server.answers import InputTokens
+from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.openai.chat_body import drop_nulls
 from cllm.server.dialects.responses import llama_responses, responses

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ReplyBuilder
 from cllm.chat.session import open_chat
-from cllm.errors import EngineNotReady, InvalidRequest
+from cllm.errors import CllmError, ConfigError, EngineNotReady, InvalidRequest, ModelNotFound, SetupError
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
-from cllm.server.dialect import NDJSON, StructResponse, encode_line
-from cllm.server.dialects.ollama import answers, bodies, ollama
+from cllm.models.reference import HubReference, parse_hub
+from cllm.server.dialect import NDJSON, Dialect, StructResponse, encode_line
+from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
 from cllm.server.dialects.openai.fields import list_stops
@@ -31,7 +35,27 @@ from cllm.server.timings import get_timings
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, TokenLogprob, Usage
 
+POLL_S = 0.5  # between two lines about a pull
+_NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
+_NOT_REMOVED = ("invalid_request", "x is used by process 4711: unload it first", "It is in use, or embedded")
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
+
+
+class OllamaDialect(Dialect):
+    """For Ollama's clients: errors in its shape, and streams of lines of JSON."""
+
+    name = "Ollama"
+    about = "For Ollama's clients that speak no other API; names may end in `:latest`."
+    prefix = "/api/"
+
+    def make_error(self, error: CllmError) -> Any:
+        return {"error": error.message}
+
+    def frame_error(self, error: CllmError) -> bytes:
+        return encode_line(self.make_error(error))
+
+
+ollama = OllamaDialect()
 
 
 class LineStream(EventStream):
@@ -43,17 +67,17 @@ class LineStream(EventStream):
 class OllamaRenderer:
     """Renders one answer, whole or as lines."""
 
-    def __init__(self, body: bodies.OllamaAnswerBody) -> None:
+    def __init__(self, body: shapes.OllamaAnswerBody) -> None:
         self._name, self._top, self._began = body.model, body.top, time.perf_counter()
 
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
-    ) -> answers.AnswerPart:
+    ) -> shapes.AnswerPart:
         raise NotImplementedError
 
     @property
     def _head(self) -> dict[str, Any]:
-        return {"model": self._name, "created_at": answers.format_time()}
+        return {"model": self._name, "created_at": shapes.format_time()}
 
     @property
     def beat(self) -> bytes:
@@ -73,7 +97,7 @@ class OllamaRenderer:
             if parts:
                 yield b"".join(map(encode_line, parts))
 
-    def whole(self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int) -> answers.AnswerPart:
+    def whole(self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int) -> shapes.AnswerPart:
         return self.make(
             reply.join(BlockKind.TEXT),
             reply.join(BlockKind.REASONING),
@@ -82,7 +106,7 @@ class OllamaRenderer:
             **self._end(reply, stream, prompt_tokens),
         )
 
-    def _render(self, change: BlockEvent) -> answers.AnswerPart | None:
+    def _render(self, change: BlockEvent) -> shapes.AnswerPart | None:
         kind = change.block.kind
         if kind is BlockKind.TOOL_CALL:
             return self.make(calls=[change.block]) if isinstance(change, BlockEnd) else None
@@ -115,17 +139,17 @@ class OllamaRenderer:
 class OllamaChatRenderer(OllamaRenderer):
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
-    ) -> answers.AnswerPart:
-        made = [answers.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
-        message = answers.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
-        return answers.ChatAnswer(**self._head, message=message, **more)
+    ) -> shapes.AnswerPart:
+        made = [shapes.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
+        message = shapes.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
+        return shapes.ChatAnswer(**self._head, message=message, **more)
 
 
 class OllamaGenerateRenderer(OllamaRenderer):
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
-    ) -> answers.AnswerPart:
-        return answers.GenerateAnswer(**self._head, response=text, thinking=thinking or UNSET, **more)
+    ) -> shapes.AnswerPart:
+        return shapes.GenerateAnswer(**self._head, response=text, thinking=thinking or UNSET, **more)
 
 
 def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
@@ -140,7 +164,7 @@ def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
 
 
 async def _answer(
-    http: HttpRequest, body: bodies.OllamaAnswerBody, renderer: OllamaRenderer, *, asked: bool
+    http: HttpRequest, body: shapes.OllamaAnswerBody, renderer: OllamaRenderer, *, asked: bool
 ) -> Response:
     """The answer to a conversation or a raw prompt. A body that has neither only loads the model.
 
@@ -166,7 +190,7 @@ async def _answer(
 
 
 async def _submit(
-    engine: EngineClient, http: HttpRequest, body: bodies.OllamaAnswerBody
+    engine: EngineClient, http: HttpRequest, body: shapes.OllamaAnswerBody
 ) -> tuple[AsyncOutputStream, ReplyBuilder, int]:
     """The stream of the answer, the reply that is built from it, and the length of the prompt."""
     request = make_request(
@@ -186,50 +210,50 @@ async def _submit(
     return stream, ReplyBuilder(), len(prompt)
 
 
-@ollama.get("/api/version", answers.VersionResponse(answers.VERSION))
+@ollama.get("/api/version", shapes.VersionResponse(shapes.VERSION))
 async def version() -> Response:
     """The version of Ollama whose routes these are."""
-    return StructResponse(answers.VersionResponse(answers.VERSION))
+    return StructResponse(shapes.VersionResponse(shapes.VERSION))
 
 
-@ollama.get("/api/tags", answers.ModelsAnswer([answers.LISTED_EXAMPLE]))
+@ollama.get("/api/tags", shapes.ModelsAnswer([shapes.LISTED_EXAMPLE]))
 async def tags(http: HttpRequest) -> Response:
     """List the models."""
     served = get_registry(http).served
-    listed = [answers.make_listed(model.info, model.created) for model in served if model.info is not None]
-    return StructResponse(answers.ModelsAnswer(listed))
+    listed = [shapes.make_listed(model.info, model.created) for model in served if model.info is not None]
+    return StructResponse(shapes.ModelsAnswer(listed))
 
 
-@ollama.get("/api/ps", answers.RunningAnswer([answers.RUNNING_EXAMPLE]))
+@ollama.get("/api/ps", shapes.RunningAnswer([shapes.RUNNING_EXAMPLE]))
 async def ps(http: HttpRequest) -> Response:
     """List the models that are loaded."""
     running = [
-        answers.make_running(model.info, model.created, model.describe(default=False))
+        shapes.make_running(model.info, model.created, model.describe(default=False))
         for model in get_registry(http).served
         if model.loaded and model.info is not None
     ]
-    return StructResponse(answers.RunningAnswer(running))
+    return StructResponse(shapes.RunningAnswer(running))
 
 
-@ollama.post("/api/show", answers.SHOW_EXAMPLE)
-async def show(body: bodies.ShowBody, http: HttpRequest) -> Response:
+@ollama.post("/api/show", shapes.SHOW_EXAMPLE)
+async def show(body: shapes.ShowBody, http: HttpRequest) -> Response:
     """Describe a model."""
     model = find_model(http, body.model)
     if model.info is None:
         raise EngineNotReady("the model is still loading")
-    return StructResponse(answers.make_shown(model.info, model.limits, model.created))
+    return StructResponse(shapes.make_shown(model.info, model.limits, model.created))
 
 
-@ollama.post("/api/chat", answers.CHAT_EXAMPLE, lines=map(encode_line, answers.CHAT_LINES), computes=True)
-async def chat(body: bodies.OllamaChatBody, http: HttpRequest) -> Response:
+@ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=map(encode_line, shapes.CHAT_LINES), computes=True)
+async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, OllamaChatRenderer(body), asked=bool(body.messages))
 
 
 @ollama.post(
-    "/api/generate", answers.GENERATE_EXAMPLE, lines=map(encode_line, answers.GENERATE_LINES), computes=True
+    "/api/generate", shapes.GENERATE_EXAMPLE, lines=map(encode_line, shapes.GENERATE_LINES), computes=True
 )
-async def generate(body: bodies.OllamaGenerateBody, http: HttpRequest) -> Response:
+async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, OllamaGenerateRenderer(body), asked=bool(body.prompt or body.suffix))
 
@@ -251,8 +275,8 @@ async def _embed(
     return None if found is None else (found[0], found[1].prompt_tokens)
 
 
-@ollama.post("/api/embed", answers.EMBED_EXAMPLE, computes=True)
-async def embed_texts(body: bodies.OllamaEmbedBody, http: HttpRequest) -> Response:
+@ollama.post("/api/embed", shapes.EMBED_EXAMPLE, computes=True)
+async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
     keep_alive(http, body.model, body.keep_alive)
@@ -270,20 +294,135 @@ async def embed_texts(body: bodies.OllamaEmbedBody, http: HttpRequest) -> Respon
         vectors = await encode_entries(to_vector(data, body.dimensions).tolist() for data in found[0])
         count = found[1]
     duration = int(1e9 * (time.perf_counter() - began))
-    answer = answers.EmbedAnswer(
+    answer = shapes.EmbedAnswer(
         model=body.model, embeddings=vectors, total_duration=duration, prompt_eval_count=count
     )
     return StructResponse(answer)
 
 
-@ollama.post("/api/embeddings", answers.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True)
-async def embed_text(body: bodies.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
+@ollama.post("/api/embeddings", shapes.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True)
+async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model)
     if not body.prompt:
-        return StructResponse(answers.OldEmbedAnswer([]))
+        return StructResponse(shapes.OldEmbedAnswer([]))
     found = await _embed(engine, [body.prompt], "prompt", http, truncate=True)
     if found is None:
         return Response(status_code=GONE)
-    return StructResponse(answers.OldEmbedAnswer(to_vector(found[0][0], norm=RAW).tolist()))
+    return StructResponse(shapes.OldEmbedAnswer(to_vector(found[0][0], norm=RAW).tolist()))
+
+
+# The models of this machine, for operators ------------------------------------------------------------
+
+
+@ollama.post("/api/pull", shapes.ProgressLine("success"), lines=map(encode_line, shapes.PULL_LINES))
+async def pull(body: shapes.PullBody) -> Response:
+    """Get a model from Hugging Face or ModelScope; continues where it was interrupted."""
+    text = shapes.strip_tag(body.model)
+    reference = _parse(text)
+    if body.stream:
+        return StreamingResponse(_lines(text, reference), media_type=NDJSON)
+    try:
+        async for _ in _pull(text, reference):
+            pass
+    except SetupError as error:
+        raise InvalidRequest(error.message, "model") from None
+    return StructResponse(shapes.ProgressLine("success"))
+
+
+def _parse(text: str) -> HubReference:
+    """A reference to a hub. Raises InvalidRequest for any other name, and for any other address."""
+    with suppress(ConfigError):
+        if (found := parse_hub(text)) is not None and not found.endpoint:
+            return found
+    raise InvalidRequest(
+        "model: give a model of a hub as hf.co/USER/REPO:QUANT or ms:USER/REPO:QUANT; names of Ollama's own "
+        "library lead nowhere here",
+        "model",
+    )
+
+
+async def _lines(text: str, reference: HubReference) -> AsyncIterator[bytes]:
+    try:
+        async for line in _pull(text, reference):
+            yield encode_line(line)
+    except CllmError as error:
+        yield ollama.frame_error(error)
+
+
+async def _pull(text: str, reference: HubReference) -> AsyncIterator[shapes.ProgressLine]:
+    """The progress of a pull, which runs in a process of its own and ends with its reader."""
+    yield shapes.ProgressLine("pulling manifest")
+    plan = await asyncio.to_thread(_Plan, reference)
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cllm", "pull", "--", text),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    ending = asyncio.ensure_future(child.communicate())
+    try:
+        while not (await asyncio.wait((ending,), timeout=POLL_S))[0]:
+            yield await asyncio.to_thread(plan.look)
+        said = (await ending)[1].decode(errors="replace").strip()
+        if child.returncode:
+            raise SetupError(said.rpartition("\n")[2].removeprefix("cllm: ") or "the pull was ended")
+    finally:
+        if child.returncode is None:
+            child.terminate()
+        ending.cancel()
+    yield shapes.ProgressLine("success")
+
+
+class _Plan:
+    """What is to be pulled, and how much of it is here."""
+
+    def __init__(self, reference: HubReference) -> None:
+        from cllm.models.hub import make_hub
+        from cllm.models.pull import Pull, PullOptions, find_model
+
+        with make_hub(reference) as hub:
+            model = find_model(hub, reference)
+            self._pull = Pull(hub, reference, model, PullOptions())
+        self._total = model.chosen.size
+        self._digest = f"sha256:{model.files[0].etag}"
+
+    def look(self) -> shapes.ProgressLine:
+        here = self._total - self._pull.missing_bytes()
+        return shapes.ProgressLine("pulling", self._digest, self._total, max(0, here))
+
+
+@ollama.delete("/api/delete", shapes.ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
+async def delete(body: shapes.DeleteBody) -> Response:
+    """Remove a model from this machine; one that is loaded is refused."""
+    try:
+        await asyncio.to_thread(_delete, shapes.strip_tag(body.model))
+    except (SetupError, OSError) as error:
+        raise InvalidRequest(str(error), "model") from None
+    return StructResponse(shapes.ProgressLine("success"))
+
+
+def _delete(name: str) -> None:
+    from cllm.models.removal import find_users, plan_removal, remove
+    from cllm.models.store import find_stored, scan
+
+    reference = parse_hub(name)
+    if reference is not None:
+        model = find_stored(reference)
+    else:
+        wanted = name.lower()
+        model = next(
+            (
+                each
+                for each in scan()
+                if wanted in (each.name.lower(), each.stem.lower(), each.path.name.lower())
+            ),
+            None,
+        )
+    if model is None:
+        raise ModelNotFound(f"there is no model {name!r} on this machine")
+    removal = plan_removal(model)
+    if users := find_users(removal.paths):
+        raise InvalidRequest(f"{model.name} is used by process {next(iter(users))}: unload it first", "model")
+    remove(model, removal)
