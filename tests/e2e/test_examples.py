@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from cllm.server.protocol.base import EVENTS, JSON, NDJSON
+from cllm.server.dialect import EVENTS, JSON, NDJSON
 
 from tests.driver.server import Server
 from tests.unit.server.test_openapi import ROUTES

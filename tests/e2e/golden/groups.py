@@ -393,8 +393,6 @@ OPERATION: Cases = {
         path: get(path)
         for path in ("/page/nothing.js", "/favicon.ico", "/nowhere", "/admin/nowhere", "/health/")
     },
-    **refused("/admin/prefixes/save", {"name": "a"}, *each(name=(..., "../a", "", 5))),
-    **asked("/admin/prefixes/restore", {"name": "a"}, {}, *each(name=(5,))),
     **refused("/admin/models/load", {"model": "fake"}, *each(model=(..., ""))),
     **refused("/admin/models/unload", {"model": "fake"}, *each(model=(...,))),
     **refused("/admin/reload", {"model": "a.gguf"}, *each(model=("",))),
@@ -474,9 +472,6 @@ CLOSED: Cases = {
     ),
     **asked("/v1/embeddings", {"input": "a"}, {}),
     "fill the cache": Case("/generate", {"prompt": "abc" * 50, "max_tokens": 8, "seed": 1}),
-    "save": Case("/admin/prefixes/save", {"name": "warm"}),
-    "restore": Case("/admin/prefixes/restore", {"name": "warm"}),
-    "restore what never was": Case("/admin/prefixes/restore", {"name": "cold"}),
     "save a slot": Case("/slots/0?action=save", {"filename": "slot"}),
     "restore a slot": Case("/slots/0?action=restore", {"filename": "slot"}),
     "a stream": Case("/generate_stream", ENDLESS, hold="data"),
