@@ -255,7 +255,7 @@ def make_errors() -> str:
     rows = [
         (f"`{kind.code}`", status_of(kind), describe_error(kind))
         for kind in walk(errors.CllmError)
-        if kind.code
+        if kind.code and kind.__module__ == errors.__name__
     ]
     intro = (
         "The code of an error is stable; its message is for people and says what to do next. Over HTTP an "

@@ -97,6 +97,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     path: str
     handler: Handler
+    names: frozenset[str]  # of the handler's parameters
     body: type[Body] | None
     answer: Any = None  # an example; a struct's class stands for its `EXAMPLE`. None: it only streams
     events: tuple[bytes, ...] = ()  # an example of a stream
@@ -108,11 +109,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     async def respond(self, http: Request) -> Response:
         """Read the body, call the handler, and answer with what it returns or raises."""
-        given: dict[str, Any] = dict(http.path_params)
+        given: dict[str, Any] = {"http": http} if "http" in self.names else {}
         try:
             if self.body is not None:
                 given["body"] = await read_body(http, self.body)
-            return await self.handler(http=http, **given)
+            return await self.handler(**given, **http.path_params)
         except CllmError as error:
             return respond(http.scope, error)
 
@@ -152,16 +153,12 @@ class Dialect:
         """Register a handler. Its parameters are `body`, whose type is read, `http`, and the path's."""
 
         def register(handler: HandlerKind) -> HandlerKind:
-            names = inspect.signature(handler).parameters
+            names = frozenset(inspect.signature(handler).parameters)
             body = get_type_hints(handler).get("body")
-            called: Handler = handler if "http" in names else _without_http(handler)
             for name in ("events", "lines"):
                 about[name] = tuple(about.get(name, ()))
-            self.routes.append(
-                Route(
-                    dialect=self, method=method, path=path, handler=called, body=body, answer=answer, **about
-                )
-            )
+            named = {"dialect": self, "method": method, "path": path, "names": names, "body": body}
+            self.routes.append(Route(**named, handler=handler, answer=answer, **about))
             return handler
 
         return register
@@ -176,14 +173,6 @@ class Dialect:
         return self.route("DELETE", path, answer, **about)
 
 
-def _without_http(handler: Handler) -> Handler:
-    async def call(http: Request, **given: Any) -> Response:
-        return await handler(**given)
-
-    call.__name__, call.__doc__ = handler.__name__, handler.__doc__
-    return call
-
-
 class DialectTable:
     """Finds the dialect of a path: that of its route, else of its prefix."""
 
@@ -195,10 +184,9 @@ class DialectTable:
         self._prefixes = sorted(prefixes.items(), key=lambda each: len(each[0]), reverse=True)
 
     def find(self, path: str) -> Dialect:
-        found = self._exact.get(path)
-        if found is None:
-            found = next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
-        return found
+        if (found := self._exact.get(path)) is not None:
+            return found
+        return next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
 
 
 def get_dialect(scope: Scope) -> Dialect:

@@ -224,9 +224,6 @@ class LeaseMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         scope[LEASES] = leases = ModelLeases(scope, receive, send)
         try:
             await self._app(scope, receive, leases.send)

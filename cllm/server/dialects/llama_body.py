@@ -462,51 +462,36 @@ def make_probabilities(
     entries: Iterable[TokenLogprob], sampling: SamplingParams | None = None, top: int = MAX_PROBS
 ) -> list[LlamaTokenLogprobs]:
     """Probabilities in llama-server's shape; with `sampling`, those after it."""
-    return [
-        _make_logprobs(entry, top) if sampling is None else _make_probs(entry, sampling, top)
-        for entry in entries
-    ]
+    found = []
+    for entry in entries:
+        own, tops = _token(entry.token, entry.pieces[0]), map(_token, dict(entry.top), entry.pieces[1:])
+        if sampling is None:
+            shown = zip(tops, entry.top[:top], strict=False)
+            likely = [LlamaLogprob(**token, logprob=logprob) for token, (_, logprob) in shown]
+            found.append(LlamaTokenLogprobs(**own, logprob=entry.logprob, top_logprobs=likely))
+        else:
+            probs = _sample([logprob for _, logprob in entry.top], sampling)
+            by_token = dict(zip(dict(entry.top), probs, strict=False))
+            likely = [
+                LlamaLogprob(**token, prob=prob) for token, prob in zip(tops, probs[:top], strict=False)
+            ]
+            found.append(LlamaTokenLogprobs(**own, prob=by_token.get(entry.token, 0.0), top_probs=likely))
+    return found
 
 
 def _token(token: int, piece: bytes) -> dict[str, Any]:
     return {"id": token, "token": decode_piece(piece), "bytes": list(piece)}
 
 
-def _make_logprobs(entry: TokenLogprob, top: int) -> LlamaTokenLogprobs:
-    candidates = zip(entry.top[:top], entry.pieces[1:], strict=False)
-    return LlamaTokenLogprobs(
-        **_token(entry.token, entry.pieces[0]),
-        logprob=entry.logprob,
-        top_logprobs=[
-            LlamaLogprob(**_token(token, piece), logprob=logprob) for (token, logprob), piece in candidates
-        ],
-    )
-
-
-def _make_probs(entry: TokenLogprob, sampling: SamplingParams, top: int) -> LlamaTokenLogprobs:
-    """After top_k, top_p, min_p and temperature, by the candidates that are known."""
-    candidates = list(zip(entry.top, entry.pieces[1:], strict=True))
+def _sample(logprobs: Sequence[float], sampling: SamplingParams) -> list[float]:
+    """The probabilities of the candidates that top_k, top_p, min_p and temperature leave."""
     if sampling.temperature <= 0:
-        left = candidates[:1]
-        weights = [1.0]
-    else:
-        limit = sampling.top_k or len(candidates)
-        chances = [math.exp(logprob) for (_, logprob), _ in candidates[:limit]]
-        total, kept, seen = sum(chances), 0, 0.0
-        for chance in chances:
-            if kept and (seen >= sampling.top_p * total or chance < sampling.min_p * chances[0]):
-                break
-            kept, seen = kept + 1, seen + chance
-        left = candidates[:kept]
-        weights = [math.exp(logprob / sampling.temperature) for (_, logprob), _ in left]
-    scale = sum(weights)
-    probs = [weight / scale for weight in weights]
-    by_token = {token: prob for ((token, _), _), prob in zip(left, probs, strict=True)}
-    return LlamaTokenLogprobs(
-        **_token(entry.token, entry.pieces[0]),
-        prob=by_token.get(entry.token, 0.0),
-        top_probs=[
-            LlamaLogprob(**_token(token, piece), prob=prob)
-            for ((token, _), piece), prob in zip(left[:top], probs, strict=False)
-        ],
-    )
+        return [1.0]
+    chances = [math.exp(logprob) for logprob in logprobs[: sampling.top_k or None]]
+    total, kept, seen = sum(chances), 0, 0.0
+    for chance in chances:
+        if kept and (seen >= sampling.top_p * total or chance < sampling.min_p * chances[0]):
+            break
+        kept, seen = kept + 1, seen + chance
+    weights = [math.exp(logprob / sampling.temperature) for logprob in logprobs[:kept]]
+    return [weight / sum(weights) for weight in weights]

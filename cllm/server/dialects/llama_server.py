@@ -7,6 +7,7 @@ import time
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
@@ -329,8 +330,10 @@ async def complete(
     )
     streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:
+        loop = asyncio.get_running_loop()
         for stream in streams:
-            set_limits(engine, stream, body)
+            end = partial(loop.call_soon, engine.cancel, stream.request_id)
+            stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
     if body.stream:
         return EventStream(engine, streams, call.events(engine, streams))
     collected = await collect(engine, streams, http)
@@ -341,16 +344,6 @@ async def complete(
         for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
     ]
     return StructResponse(found[0] if len(found) == 1 else found)
-
-
-def set_limits(engine: EngineClient, stream: LimitedStream, body: LlamaCompletionBody) -> None:
-    """End the stream where `n_indent` or `t_max_predict_ms` say so."""
-    loop = asyncio.get_running_loop()
-
-    def end() -> None:
-        loop.call_soon(engine.cancel, stream.request_id)
-
-    stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
 
 
 # Routes ------------------------------------------------------------------------------------------------

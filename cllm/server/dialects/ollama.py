@@ -69,19 +69,18 @@ class OllamaRenderer:
 
     def __init__(self, body: shapes.OllamaAnswerBody) -> None:
         self._name, self._top, self._began = body.model, body.top, time.perf_counter()
+        self._chat = isinstance(body, shapes.OllamaChatBody)
 
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
     ) -> shapes.AnswerPart:
-        raise NotImplementedError
-
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._name, "created_at": shapes.format_time()}
-
-    @property
-    def beat(self) -> bytes:
-        return encode_line(self.make())
+        """An answer, or a piece of one, as the route of the body has it."""
+        more |= {"model": self._name, "created_at": shapes.format_time()}
+        if not self._chat:
+            return shapes.GenerateAnswer(response=text, thinking=thinking or UNSET, **more)
+        made = [shapes.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
+        message = shapes.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
+        return shapes.ChatAnswer(message=message, **more)
 
     async def lines(
         self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int
@@ -136,22 +135,6 @@ class OllamaRenderer:
         }
 
 
-class OllamaChatRenderer(OllamaRenderer):
-    def make(
-        self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
-    ) -> shapes.AnswerPart:
-        made = [shapes.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
-        message = shapes.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
-        return shapes.ChatAnswer(**self._head, message=message, **more)
-
-
-class OllamaGenerateRenderer(OllamaRenderer):
-    def make(
-        self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
-    ) -> shapes.AnswerPart:
-        return shapes.GenerateAnswer(**self._head, response=text, thinking=thinking or UNSET, **more)
-
-
 def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
     """Have a model unloaded after `seconds` without a request; None: as it is configured.
 
@@ -163,13 +146,12 @@ def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
         model.ttl_s = model.config.ttl if seconds is None else never_or_soon
 
 
-async def _answer(
-    http: HttpRequest, body: shapes.OllamaAnswerBody, renderer: OllamaRenderer, *, asked: bool
-) -> Response:
+async def _answer(http: HttpRequest, body: shapes.OllamaAnswerBody, *, asked: bool) -> Response:
     """The answer to a conversation or a raw prompt. A body that has neither only loads the model.
 
     It unloads it where it stays for 0 seconds.
     """
+    renderer = OllamaRenderer(body)
     if not asked and body.keep_alive == 0:
         check_operator(http.scope, "keep_alive: unloading a model")
         await get_registry(http).unload(find_model(http, body.model))
@@ -180,7 +162,9 @@ async def _answer(
         return StructResponse(renderer.make(done=True, done_reason="load"))
     stream, reply, count = await _submit(engine, http, body)
     if body.stream:
-        return LineStream(engine, [stream], renderer.lines(reply, stream, count), renderer.beat)
+        return LineStream(
+            engine, [stream], renderer.lines(reply, stream, count), encode_line(renderer.make())
+        )
     outputs = await collect(engine, [stream], http)
     if outputs is None:
         return Response(status_code=GONE)
@@ -247,7 +231,7 @@ async def show(body: shapes.ShowBody, http: HttpRequest) -> Response:
 @ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=map(encode_line, shapes.CHAT_LINES), computes=True)
 async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
-    return await _answer(http, body, OllamaChatRenderer(body), asked=bool(body.messages))
+    return await _answer(http, body, asked=bool(body.messages))
 
 
 @ollama.post(
@@ -255,7 +239,7 @@ async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> Response:
 )
 async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
-    return await _answer(http, body, OllamaGenerateRenderer(body), asked=bool(body.prompt or body.suffix))
+    return await _answer(http, body, asked=bool(body.prompt or body.suffix))
 
 
 async def _embed(
