@@ -21,7 +21,7 @@ from cllm.types import TenantLimits
 
 PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
-ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete")
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 
 CountRefusal = Callable[[str], None]

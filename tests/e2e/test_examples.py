@@ -35,7 +35,7 @@ def same(found: Any, shown: Any) -> bool:
 
 # What changes the server, or needs a folder or a hub of its own: test_reload, test_ollama.
 NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
-CHANGING = ("/admin/", "/api/pull", "/api/delete")
+CHANGING = ("/admin/", "/api/pull", "/api/delete", "/api/copy")
 SHOWN = sorted(f"{method} {path}" for method, path, _ in ROUTES if not path.startswith(CHANGING))
 
 

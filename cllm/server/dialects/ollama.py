@@ -37,6 +37,7 @@ from cllm.types import Pooling, TokenLogprob, Usage
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
+_NAME_TAKEN = ("invalid_request", "the name 'assistant' is taken: choose another one", "The name is taken")
 _NOT_REMOVED = ("invalid_request", "x is used by process 4711: unload it first", "It is in use, or embedded")
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
 
@@ -375,6 +376,13 @@ class _Plan:
     def look(self) -> shapes.ProgressLine:
         here = self._total - self._pull.missing_bytes()
         return shapes.ProgressLine("pulling", self._digest, self._total, max(0, here))
+
+
+@ollama.post("/api/copy", errors={400: _NAME_TAKEN, 404: _NOT_FOUND})
+async def copy(body: shapes.CopyBody, http: HttpRequest) -> Response:
+    """Give a served model one more name, until the server ends; the answer is empty."""
+    get_registry(http).add_alias(body.source, shapes.strip_tag(body.destination))
+    return Response()
 
 
 @ollama.delete("/api/delete", shapes.ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})

@@ -349,6 +349,15 @@ class DeleteBody(OllamaBody, kw_only=True):
     EXAMPLE = {"model": "hf:USER/REPO:Q4_K_M"}
 
 
+class CopyBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /api/copy`."""
+
+    EXAMPLE = {"source": MODEL, "destination": "assistant"}
+
+    source: Annotated[str, about("A name of a served model", MODEL, min_length=1, max_length=1024)]
+    destination: Annotated[str, about("One more name for it", "assistant", min_length=1, max_length=256)]
+
+
 # Responses ---------------------------------------------------------------------------------------------
 
 
