@@ -288,13 +288,11 @@ def make_settings(request: Request, *, stream: bool = False, brief: bool = False
         "reasoning_format": "none",
         "reasoning_in_content": False,
         "generation_prompt": "",
-        "samplers": SAMPLER_NAMES,
+        "samplers": [name for name in SAMPLER_NAMES if name != "adaptive_p" or sampling.adaptive_target >= 0],
         "speculative.types": "none" if not request.speculate else "ngram",
         "timings_per_token": False,
         "post_sampling_probs": False,
         "backend_sampling": False,
-        "adaptive_target": -1.0,
-        "adaptive_decay": 0.9,
         "lora": [],
     }
     texts = ("stop", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "logit_bias")

@@ -489,7 +489,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "timeout priority cache_prompt speculate temperature dynatemp_range dynatemp_exponent top_k top_p "
         "min_p typical_p top_n_sigma repetition_penalty frequency_penalty presence_penalty penalty_last_n "
         "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta logit_bias ignore_eos seed "
+        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta adaptive_target adaptive_decay logit_bias ignore_eos seed "
         "min_tokens stop_token_ids samplers grammar regex choice json_schema structured_outputs guided_json "
         "guided_regex guided_choice guided_grammar prompt max_tokens stop stream",
     ),

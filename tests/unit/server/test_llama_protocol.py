@@ -120,6 +120,16 @@ def test_only_the_samplers_that_are_named(samplers: Any) -> None:
     assert without.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    ("samplers", "target"), [(None, 0.4), (["top_k"], -1), ("ka", 0.4), (["adaptive_p"], 0.4)]
+)
+def test_adaptive_p_is_reported_where_it_draws(samplers: Any, target: float) -> None:
+    found = body(adaptive_target=0.4, adaptive_decay=2, samplers=samplers).sampling(10)
+    settings = answers.make_settings(Request(id="", prompt=(), max_tokens=1, sampling=found))
+    assert (settings["adaptive_target"], settings["adaptive_decay"]) == (target, 0.99)
+    assert ("adaptive_p" in settings["samplers"]) is (target >= 0)
+
+
 def test_defaults_fill_in_what_a_body_lacks() -> None:
     defaults = {"temperature": 0.5, "max_tokens": 9, "grammar": "G", "chat_template_kwargs": {"a": 1, "b": 1}}
 
