@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from cllm.errors import InvalidRequest
+from cllm.errors import ClientGone, InvalidRequest
 
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
@@ -230,7 +230,10 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
 
     Large bodies are decoded one at a time, with a turn for other requests in between.
     """
-    data = await http.body()
+    try:
+        data = await http.body()
+    except ClientDisconnect:
+        raise ClientGone("the client disconnected") from None
     if not data:
         raise InvalidRequest(NOT_AN_OBJECT)
     # Any page can send a body without a type, and no browser asks before.
