@@ -13,27 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from cllm.errors import (
-    CapacityError,
-    ClientError,
-    ClientGone,
-    CllmError,
-    DeadlineExceeded,
-    EngineError,
-    Forbidden,
-    InvalidRequest,
-    ModelBusy,
-    ModelDoesNotFit,
-    NotEnoughMemory,
-    NotFound,
-    NotSupported,
-    QueueFull,
-    RateLimited,
-    ReloadFailed,
-    SlowReader,
-    StorageFailed,
-    Unauthorized,
-)
+from cllm import errors
+from cllm.errors import CapacityError, CllmError, InvalidRequest, Unauthorized
 from cllm.server.body import Body, read_body
 from cllm.types import Failure
 
@@ -41,23 +22,23 @@ log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 INTERNAL = "an internal error occurred: the server's log has the details"
 STATUS: dict[type[Exception], int] = {
-    ClientError: 400,
+    errors.ClientError: 400,
     Unauthorized: 401,
-    Forbidden: 403,
-    NotFound: 404,
-    NotSupported: 501,
+    errors.Forbidden: 403,
+    errors.NotFound: 404,
+    errors.NotSupported: 501,
     CapacityError: 503,
-    QueueFull: 429,
-    RateLimited: 429,
-    DeadlineExceeded: 504,
-    SlowReader: 408,
-    ClientGone: 499,
-    ReloadFailed: 409,
-    ModelBusy: 409,
-    EngineError: 500,
-    StorageFailed: 507,
-    ModelDoesNotFit: 507,
-    NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
+    errors.QueueFull: 429,
+    errors.RateLimited: 429,
+    errors.DeadlineExceeded: 504,
+    errors.SlowReader: 408,
+    errors.ClientGone: 499,
+    errors.ReloadFailed: 409,
+    errors.ModelBusy: 409,
+    errors.EngineError: 500,
+    errors.StorageFailed: 507,
+    errors.ModelDoesNotFit: 507,
+    errors.NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }
 Handler = Callable[..., Awaitable[Response]]
@@ -131,7 +112,7 @@ class Dialect:
         self.routes: list[Route] = []
 
     def get_type(self, status: int) -> str:
-        """How this API names errors of a status."""
+        """The name of errors of a status in this API."""
         server = self.types.get(500, "server_error")
         return self.types.get(status, "invalid_request_error" if status < 500 else server)
 
@@ -157,7 +138,13 @@ class Dialect:
             body = get_type_hints(handler).get("body")
             for name in ("events", "lines"):
                 about[name] = tuple(about.get(name, ()))
-            named = {"dialect": self, "method": method, "path": path, "names": names, "body": body}
+            named: dict[str, Any] = {
+                "dialect": self,
+                "method": method,
+                "path": path,
+                "names": names,
+                "body": body,
+            }
             self.routes.append(Route(**named, handler=handler, answer=answer, **about))
             return handler
 

@@ -165,7 +165,7 @@ class AuthMiddleware:
         return tenant
 
     def _for_operators(self, scope: Scope) -> bool:
-        """Whether a route is for operators alone. One that is open to all may be read, not changed."""
+        """True for a route of operators. One that is open to all may be read, not changed."""
         reads = scope["path"] in self._open and scope["method"] == "GET"
         return scope["path"].startswith(ADMIN) and not reads
 

@@ -67,7 +67,7 @@ _POSITION = {
 
 
 def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, Any]:
-    """The OpenAPI description of all routes that are shown. `closed`: keys are needed."""
+    """The OpenAPI description of all routes that are shown. A `closed` server needs keys."""
     routes = [route for dialect in dialects for route in dialect.routes if route.shown]
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     kinds = dict.fromkeys([*bodies, *(kind for route in routes if (kind := _get_kind(route)) is not None)])
@@ -145,7 +145,7 @@ def _describe(
 
 
 def _content(route: Route, schema: Any) -> dict[str, Any]:
-    """What a route answers, by content type."""
+    """The answers of a route, by content type."""
     content: dict[str, Any] = {}
     example = _get_example(route)
     if isinstance(example, str):

@@ -189,7 +189,7 @@ class ModelLeases:
 
     @property
     def _begun(self) -> bool:
-        """Whether the head of a stream has been sent."""
+        """True once the head of a stream has been sent."""
         return bool(self._state.get("streaming"))
 
     async def _beat(self) -> None:

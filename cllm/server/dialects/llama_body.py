@@ -264,7 +264,7 @@ class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
 
 
 def make_settings(request: Request, *, stream: bool = False, brief: bool = False) -> dict[str, Any]:
-    """The settings of a request under llama-server's names; `brief`: without texts."""
+    """The settings of a request under llama-server's names. A `brief` answer leaves texts out."""
     sampling = request.sampling
     own = msgspec.structs.asdict(sampling)
     names = {"penalty_last_n": "repeat_last_n", "repetition_penalty": "repeat_penalty"}
@@ -399,7 +399,7 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_caps(template: str) -> dict[str, bool]:
-    """What a chat template can do, by the variables that it uses. What it cannot, cllm does around it."""
+    """Capabilities of a chat template, by the variables that it uses. cllm itself adds the others."""
     used = {
         "tools": "tools",
         "tool_calls": "tool_calls",

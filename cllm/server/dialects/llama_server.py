@@ -88,7 +88,7 @@ class LineLimits:
         self.over = False
 
     def cut(self, text: str, elapsed_s: float) -> str:
-        """What of the text still belongs to the answer."""
+        """Cut off the part of the text that does not belong to the answer."""
         if self.over:
             return ""
         kept = self._by_indent(text) if self._n_indent else text
@@ -268,7 +268,7 @@ class Completions(NamedTuple):
 async def watch_prompt(
     engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
 ) -> AsyncIterator[PromptProgress]:
-    """How much of a prompt of `total` tokens is computed, until the `first` output of its stream is there."""
+    """Report the progress of a prompt of `total` tokens until the `first` output of its stream is there."""
     try:
         while not first.done():
             await asyncio.wait((first,), timeout=PROGRESS_S)
@@ -281,7 +281,7 @@ async def watch_prompt(
 
 
 async def _count_cells(engine: EngineClient, request_id: str) -> int:
-    """How many KV cells a request holds between two steps."""
+    """Count the KV cells that a request holds between two steps."""
     leases = (await asyncio.wrap_future(engine.inspect())).leases
     return sum(lease.position for lease in leases if lease.request_id == request_id)
 

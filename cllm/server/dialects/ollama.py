@@ -75,7 +75,7 @@ class OllamaRenderer:
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
     ) -> shapes.AnswerPart:
-        """An answer, or a piece of one, as the route of the body has it."""
+        """Make an answer, or a piece of one, in the shape of the body's route."""
         more |= {"model": self._name, "created_at": shapes.format_time()}
         if not self._chat:
             return shapes.GenerateAnswer(response=text, thinking=thinking or UNSET, **more)
@@ -120,7 +120,7 @@ class OllamaRenderer:
         return UNSET if self._top is None else make_logprobs(entries, self._top)
 
     def _end(self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int) -> dict[str, Any]:
-        """Why it ended, and what it took: nanoseconds. The first token comes with the prompt."""
+        """The reason of the end, counts, and times in nanoseconds. The first token comes with the prompt."""
         usage = reply.usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=0)
         timings = get_timings(stream, prompt_tokens, usage)
         ended = stream.ended or time.perf_counter()
@@ -137,7 +137,7 @@ class OllamaRenderer:
 
 
 def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
-    """Have a model unloaded after `seconds` without a request; None: as it is configured.
+    """Have a model unloaded after `seconds` without a request. None restores the configured time.
 
     Only operators may change it. A model that is kept stays.
     """
@@ -205,8 +205,8 @@ async def version() -> Response:
 async def tags(http: HttpRequest) -> Response:
     """List the models."""
     served = get_registry(http).served
-    listed = [shapes.make_listed(model.info, model.created) for model in served if model.info is not None]
-    return StructResponse(shapes.ModelsAnswer(listed))
+    entries = [shapes.make_entry(model.info, model.created) for model in served if model.info is not None]
+    return StructResponse(shapes.ModelsAnswer([shapes.ListedModel(**each) for each in entries]))
 
 
 @ollama.get("/api/ps", shapes.RunningAnswer([shapes.RUNNING_EXAMPLE]))
@@ -361,7 +361,7 @@ async def _pull(text: str, reference: HubReference) -> AsyncIterator[shapes.Prog
 
 
 class _Plan:
-    """What is to be pulled, and how much of it is here."""
+    """The file to be pulled, and the part of it that is here."""
 
     def __init__(self, reference: HubReference) -> None:
         from cllm.models.hub import make_hub

@@ -95,7 +95,7 @@ def strip_tag(name: str) -> str:
 
 
 class OllamaBody(msgspec.Struct, Body, kw_only=True):
-    """What all of Ollama's routes about one model share."""
+    """Common fields of Ollama's routes about one model."""
 
     ALIASES = {"model": ("model", "name")}
     EXAMPLE = {"model": MODEL}
@@ -136,7 +136,7 @@ _OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"f
 
 
 class OllamaAnswerBody(OllamaBody, kw_only=True):
-    """What `/api/chat` and `/api/generate` share."""
+    """Common fields of `/api/chat` and `/api/generate`."""
 
     stream: Annotated[bool, about("Send the answer in pieces, a line of JSON each")] = True
     format: Format = None
@@ -163,7 +163,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
 
     @property
     def top(self) -> int | None:
-        """How many most likely tokens are returned; None: no log-probabilities."""
+        """Number of most likely tokens to return. None disables log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -392,7 +392,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class AnswerPart(msgspec.Struct, kw_only=True):
-    """What all answers have. The last one of a stream is `done` and has counts, and times in nanoseconds."""
+    """Common fields of answers. The last one of a stream is `done`, with counts and times in nanoseconds."""
 
     model: str
     created_at: str
@@ -542,7 +542,7 @@ def _format_count(parameters: int) -> str:
     return f"{parameters / unit:.1f}{sign}" if unit == 10**9 else f"{parameters / unit:.2f}{sign}"
 
 
-def _make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
+def make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
     name = add_tag(info.name)
     digest = hashlib.sha256(f"{info.name} {info.size_bytes} {info.parameters}".encode()).hexdigest()
     return {
@@ -555,16 +555,12 @@ def _make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
     }
 
 
-def make_listed(info: ModelInfo, created: int) -> ListedModel:
-    return ListedModel(**_make_entry(info, created))
-
-
 def make_running(info: ModelInfo, created: int, status: ModelStatus) -> RunningModel:
     """A loaded model, with the time when it is unloaded."""
     expires = status.expires_at or (datetime.now(UTC) + NEVER).timestamp()
     gpus = sum(size for device, size in status.memory_bytes.items() if device != "host")
     return RunningModel(
-        **_make_entry(info, created),
+        **make_entry(info, created),
         expires_at=format_time(expires),
         size_vram=gpus,
         context_length=status.context,
@@ -595,9 +591,9 @@ def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnsw
 
 _INFO = {name: getattr(MODEL_EXAMPLE, name) for name in ModelInfo.__struct_fields__}
 SHOW_EXAMPLE = make_shown(ModelInfo(**_INFO), MODEL_EXAMPLE.limits, 1767225600)
-LISTED_EXAMPLE = make_listed(ModelInfo(**_INFO), 1767225600)
+LISTED_EXAMPLE = ListedModel(**make_entry(ModelInfo(**_INFO), 1767225600))
 RUNNING_EXAMPLE = RunningModel(
-    **_make_entry(ModelInfo(**_INFO), 1767225600), expires_at=CREATED, context_length=4096
+    **make_entry(ModelInfo(**_INFO), 1767225600), expires_at=CREATED, context_length=4096
 )
 PULL_LINES = (
     ProgressLine("pulling manifest"),

@@ -290,12 +290,7 @@ async def debug_kv(http: HttpRequest) -> Response:
         leases=snapshot.leases,
         cached=[CachedSlot(slot, tokens) for slot, tokens in sorted(snapshot.cached.items())],
         preempted=snapshot.preempted,
-        counters=LeaseCounters(
-            snapshot.leased_total,
-            snapshot.released_total,
-            snapshot.cleared_cells_total,
-            snapshot.integrity_failures,
-        ),
+        counters=msgspec.convert(snapshot, LeaseCounters, from_attributes=True),
     )
     return StructResponse(response)
 
@@ -369,7 +364,7 @@ async def reload(body: ReloadBody, http: HttpRequest) -> Response:
 
 @operation.get("/live", shown=False)
 async def live(http: HttpRequest) -> Response:
-    """What the server does, once a second, after an hour of history; until the client leaves or it drains."""
+    """Send the live feed, once a second, after an hour of history; until the client leaves or it drains."""
     listening = AsyncExitStack()
     events = listening.enter_context(http.app.state.live.listen())
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
