@@ -369,6 +369,8 @@ OLLAMA: Cases = {
     **refused("/api/pull", {"model": "llama3"}, *each(model=(...,), stream=(False, "x"))),
     **{f"/api/delete {name}": Case("/api/delete", body, "DELETE") for name, body in DELETED.items()},
     "/api/delete POST": Case("/api/delete", {"model": "a"}),
+    "/api/copy unknown": Case("/api/copy", {"source": "nothing-of-this-name", "destination": "a"}),
+    "/api/copy no name": Case("/api/copy", {"source": "fake", "destination": ""}),
     "/api/copy": Case("/api/copy", {"source": "a", "destination": "b"}),
 }
 PAGES = ("/docs", "/page/index.html", "/page/api.js", "/page/../app.py")
@@ -489,7 +491,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "timeout priority cache_prompt speculate temperature dynatemp_range dynatemp_exponent top_k top_p "
         "min_p typical_p top_n_sigma repetition_penalty frequency_penalty presence_penalty penalty_last_n "
         "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta adaptive_target adaptive_decay logit_bias ignore_eos seed "
+        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta adaptive_target adaptive_decay "
+        "logit_bias ignore_eos seed "
         "min_tokens stop_token_ids samplers grammar regex choice json_schema structured_outputs guided_json "
         "guided_regex guided_choice guided_grammar prompt max_tokens stop stream",
     ),
