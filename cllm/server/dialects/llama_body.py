@@ -263,7 +263,7 @@ class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
     tokens_cached: int
 
 
-def make_settings(request: Request, *, stream: bool = False, brief: bool = False) -> dict[str, Any]:
+def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
     """The settings of a request under llama-server's names. A `brief` answer leaves texts out."""
     sampling = request.sampling
     own = msgspec.structs.asdict(sampling)
@@ -277,7 +277,7 @@ def make_settings(request: Request, *, stream: bool = False, brief: bool = False
         "n_predict": request.max_tokens,
         "n_keep": 0,
         "n_discard": 0,
-        "stream": stream,
+        "stream": False,
         "n_probs": request.logprobs,
         "min_keep": 0,
         "grammar": request.constraint.source if request.constraint else "",
@@ -293,6 +293,7 @@ def make_settings(request: Request, *, stream: bool = False, brief: bool = False
         "timings_per_token": False,
         "post_sampling_probs": False,
         "backend_sampling": False,
+        **{name: settings.pop(name) for name in ("adaptive_target", "adaptive_decay")},  # in its order
         "lora": [],
     }
     texts = ("stop", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "logit_bias")

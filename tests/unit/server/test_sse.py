@@ -23,7 +23,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server import sse
 from cllm.server.app import create_app
-from cllm.server.dialect import DONE
+from cllm.server.dialect import COMMENT, DONE
 from cllm.server.dialects.cllm import cllm, events
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
@@ -243,7 +243,7 @@ def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) 
 
             async def send(message: Any) -> None:
                 body = message.get("body", b"head")
-                if body == sse.COMMENT:
+                if body == COMMENT:
                     beating.set()
                     await produced.wait()
                     await asyncio.sleep(0.1)
@@ -251,7 +251,7 @@ def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) 
 
             response = sse.EventStream(engine, [AsyncOutputStream("x")], produce())
             await response(scope_of(30.0), never, send)
-            assert sent == [b"head", sse.COMMENT, b"x", b""]
+            assert sent == [b"head", COMMENT, b"x", b""]
 
     run(scenario)
 
@@ -263,7 +263,7 @@ def test_a_client_that_takes_no_beat_is_disconnected(monkeypatch: pytest.MonkeyP
         async with engine_of(FakeRunner()) as engine:
 
             async def send(message: Any) -> None:
-                if message.get("body") == sse.COMMENT:
+                if message.get("body") == COMMENT:
                     await asyncio.Event().wait()
 
             await make_response(engine, [b"x"], 30.0)(scope_of(0.1), never, send)
