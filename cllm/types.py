@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Applied in this order: logit_bias, penalties (repetition, frequency, presence), DRY, top_n_sigma,
     top_k, typical_p, top_p, min_p, XTC, temperature, draw. Mirostat replaces everything between
-    temperature and draw. `temperature` 0 is greedy: the most likely token, ties to the lowest id.
+    temperature and draw, adaptive-p the draw alone. `temperature` 0 is greedy: the most likely token, ties
+    to the lowest id.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
@@ -101,6 +102,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mirostat: Annotated[int, Meta(ge=0, le=2, description="Mirostat version 1 or 2; 0: off")] = 0
     mirostat_tau: Annotated[float, Meta(ge=0, le=100, description="Mirostat: the target surprise")] = 5.0
     mirostat_eta: Annotated[float, Meta(ge=0, le=1, description="Mirostat: the learning rate")] = 0.1
+    adaptive_target: Annotated[
+        float, Meta(ge=-1, le=1, description="Adaptive-p: draw tokens near this probability; negative: off")
+    ] = -1.0
+    adaptive_decay: Annotated[
+        float, Meta(ge=0, le=0.99, description="Adaptive-p: weight of earlier tokens; 1 / (1 - it) count")
+    ] = 0.9
     logit_bias: Annotated[
         tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
         Meta(max_length=1024, description="Token id (as text) → added to its logit"),

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from cllm.config import ModelConfig
 from cllm.errors import (
     CapacityError,
@@ -23,6 +25,7 @@ from cllm.errors import (
     EngineError,
     EngineNotReady,
     Forbidden,
+    InvalidRequest,
     ModelBusy,
     ModelDoesNotFit,
     ModelNotFound,
@@ -154,6 +157,22 @@ class EngineRegistry:
         more = " …" if len(found or self.served) > MAX_LISTED else ""
         why = "names several models" if found else "is not served here"
         raise ModelNotFound(f"the model {name[:100]!r} {why}; choose one of: {listed}{more}")
+
+    def add_alias(self, source: str, name: str) -> None:
+        """Give the model that `source` names one more name, until the server ends.
+
+        Raises ModelNotFound, also where one model serves every name; InvalidRequest for a name that is taken.
+        """
+        infos = {model: [model.info.name.lower()] if model.info is not None else [] for model in self.served}
+        known = {model: names + infos[model] for model, names in self._names.items()}
+        found = match_name(source, known) or match_name(source.removesuffix(LATEST), known)
+        if len(found) != 1:
+            raise ModelNotFound(f"{source[:100]!r} names no model, or several: GET /v1/models lists them")
+        if any(name.lower() in names for names in known.values()):
+            raise InvalidRequest(f"the name {name!r} is taken: choose another one")
+        model = found[0]
+        model.config = replace(model.config, aliases=(*model.config.aliases, name))
+        self._names[model] = list_names(model.config)
 
     async def start(self) -> None:
         """Load what is loaded from the start: the one model; of several, the first and those that are kept.

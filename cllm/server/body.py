@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from cllm.errors import InvalidRequest
+from cllm.errors import ClientGone, InvalidRequest
 
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
@@ -33,7 +33,7 @@ Read = Callable[[Any], Any]
 
 
 def about(description: str, *examples: Any, **bounds: Any) -> Meta:
-    """What the documentation says of a field, and its bounds."""
+    """Make the description, examples and bounds of a field."""
     return Meta(description=description, examples=[*examples] or None, **bounds)
 
 
@@ -49,11 +49,11 @@ ModelName = Annotated[
 ]
 TokenId = Annotated[int, Meta(ge=0)]
 TokenLimit = Annotated[int, Meta(ge=-1)]
-"""A number of tokens to generate; -1: as many as fit."""
+"""A number of tokens to generate. -1 stands for as many as fit."""
 
 
 class Body:
-    """What the struct of a request body adds: `class ChatBody(msgspec.Struct, Body, kw_only=True)`."""
+    """Mixin of request bodies: `class ChatBody(msgspec.Struct, Body, kw_only=True)`."""
 
     __slots__ = ()
     ALIASES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -89,7 +89,7 @@ class Body:
 
 
 class _Reader(NamedTuple):
-    """How the fields of a struct are read."""
+    """The aliases, integers and nested bodies among the fields of a struct."""
 
     aliases: tuple[tuple[str, tuple[str, ...]], ...]
     integers: frozenset[str]
@@ -154,7 +154,7 @@ def _list_types(kind: inspect.Type) -> list[inspect.Type]:
 
 
 def _make_read(kind: inspect.Type) -> Read | None:
-    """How values of a type are normalised; None where they have no bodies inside."""
+    """Make the function that normalises values of a type. None for a type without bodies inside."""
     structs: dict[Any, type[Body]] = {}
     tag_field: str | None = None
     items: Read | None = None
@@ -230,7 +230,10 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
 
     Large bodies are decoded one at a time, with a turn for other requests in between.
     """
-    data = await http.body()
+    try:
+        data = await http.body()
+    except ClientDisconnect:
+        raise ClientGone("the client disconnected") from None
     if not data:
         raise InvalidRequest(NOT_AN_OBJECT)
     # Any page can send a body without a type, and no browser asks before.

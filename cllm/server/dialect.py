@@ -13,27 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from cllm.errors import (
-    CapacityError,
-    ClientError,
-    ClientGone,
-    CllmError,
-    DeadlineExceeded,
-    EngineError,
-    Forbidden,
-    InvalidRequest,
-    ModelBusy,
-    ModelDoesNotFit,
-    NotEnoughMemory,
-    NotFound,
-    NotSupported,
-    QueueFull,
-    RateLimited,
-    ReloadFailed,
-    SlowReader,
-    StorageFailed,
-    Unauthorized,
-)
+from cllm import errors
+from cllm.errors import CapacityError, CllmError, InvalidRequest, Unauthorized
 from cllm.server.body import Body, read_body
 from cllm.types import Failure
 
@@ -41,23 +22,23 @@ log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 INTERNAL = "an internal error occurred: the server's log has the details"
 STATUS: dict[type[Exception], int] = {
-    ClientError: 400,
+    errors.ClientError: 400,
     Unauthorized: 401,
-    Forbidden: 403,
-    NotFound: 404,
-    NotSupported: 501,
+    errors.Forbidden: 403,
+    errors.NotFound: 404,
+    errors.NotSupported: 501,
     CapacityError: 503,
-    QueueFull: 429,
-    RateLimited: 429,
-    DeadlineExceeded: 504,
-    SlowReader: 408,
-    ClientGone: 499,
-    ReloadFailed: 409,
-    ModelBusy: 409,
-    EngineError: 500,
-    StorageFailed: 507,
-    ModelDoesNotFit: 507,
-    NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
+    errors.QueueFull: 429,
+    errors.RateLimited: 429,
+    errors.DeadlineExceeded: 504,
+    errors.SlowReader: 408,
+    errors.ClientGone: 499,
+    errors.ReloadFailed: 409,
+    errors.ModelBusy: 409,
+    errors.EngineError: 500,
+    errors.StorageFailed: 507,
+    errors.ModelDoesNotFit: 507,
+    errors.NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }
 Handler = Callable[..., Awaitable[Response]]
@@ -97,6 +78,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     path: str
     handler: Handler
+    names: frozenset[str]  # of the handler's parameters
     body: type[Body] | None
     answer: Any = None  # an example; a struct's class stands for its `EXAMPLE`. None: it only streams
     events: tuple[bytes, ...] = ()  # an example of a stream
@@ -108,11 +90,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     async def respond(self, http: Request) -> Response:
         """Read the body, call the handler, and answer with what it returns or raises."""
-        given: dict[str, Any] = dict(http.path_params)
+        given: dict[str, Any] = {"http": http} if "http" in self.names else {}
         try:
             if self.body is not None:
                 given["body"] = await read_body(http, self.body)
-            return await self.handler(http=http, **given)
+            return await self.handler(**given, **http.path_params)
         except CllmError as error:
             return respond(http.scope, error)
 
@@ -130,7 +112,7 @@ class Dialect:
         self.routes: list[Route] = []
 
     def get_type(self, status: int) -> str:
-        """How this API names errors of a status."""
+        """The name of errors of a status in this API."""
         server = self.types.get(500, "server_error")
         return self.types.get(status, "invalid_request_error" if status < 500 else server)
 
@@ -152,16 +134,18 @@ class Dialect:
         """Register a handler. Its parameters are `body`, whose type is read, `http`, and the path's."""
 
         def register(handler: HandlerKind) -> HandlerKind:
-            names = inspect.signature(handler).parameters
+            names = frozenset(inspect.signature(handler).parameters)
             body = get_type_hints(handler).get("body")
-            called: Handler = handler if "http" in names else _without_http(handler)
             for name in ("events", "lines"):
                 about[name] = tuple(about.get(name, ()))
-            self.routes.append(
-                Route(
-                    dialect=self, method=method, path=path, handler=called, body=body, answer=answer, **about
-                )
-            )
+            named: dict[str, Any] = {
+                "dialect": self,
+                "method": method,
+                "path": path,
+                "names": names,
+                "body": body,
+            }
+            self.routes.append(Route(**named, handler=handler, answer=answer, **about))
             return handler
 
         return register
@@ -176,14 +160,6 @@ class Dialect:
         return self.route("DELETE", path, answer, **about)
 
 
-def _without_http(handler: Handler) -> Handler:
-    async def call(http: Request, **given: Any) -> Response:
-        return await handler(**given)
-
-    call.__name__, call.__doc__ = handler.__name__, handler.__doc__
-    return call
-
-
 class DialectTable:
     """Finds the dialect of a path: that of its route, else of its prefix."""
 
@@ -195,10 +171,9 @@ class DialectTable:
         self._prefixes = sorted(prefixes.items(), key=lambda each: len(each[0]), reverse=True)
 
     def find(self, path: str) -> Dialect:
-        found = self._exact.get(path)
-        if found is None:
-            found = next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
-        return found
+        if (found := self._exact.get(path)) is not None:
+            return found
+        return next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
 
 
 def get_dialect(scope: Scope) -> Dialect:

@@ -215,6 +215,7 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
     ("m", ("min_p",), {"min_p": 0.0}),
     ("x", ("xtc",), {"xtc_probability": 0.0}),
     ("t", ("temperature", "temp"), {"temperature": 1.0, "dynatemp_range": 0.0}),
+    ("a", ("adaptive_p",), {"adaptive_target": -1.0}),
 )
 SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
 

@@ -159,7 +159,7 @@ class LiveFeed:
         return b"event: first\ndata: " + rows + _encoder.encode(head)[1:] + b"\n\n"
 
     def _make_event(self, row: bytes, snapshot: Snapshot | None) -> bytes:
-        """What has changed. The newest requests fill what is left of its size."""
+        """Make the event of all changes. The newest requests fill what is left of its size."""
         curve = self._requests.curve
         if curve.width != self._sent_width:  # its points have been merged: they follow once more
             self._sent_points, self._sent_width = 0, curve.width

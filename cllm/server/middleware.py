@@ -1,4 +1,7 @@
-"""ASGI middleware: response headers, trusted hosts, API keys, and limits on headers and bodies."""
+"""ASGI middleware: response headers, trusted hosts, API keys, and limits on headers and bodies.
+
+Every scope is one of HTTP: the server has neither WebSockets nor a lifespan.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from cllm.types import TenantLimits
 
 PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
-ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete")
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 
 CountRefusal = Callable[[str], None]
@@ -86,9 +89,6 @@ class TrustedHostMiddleware:
         self._is_allowed = lru_cache(256)(self._parse_allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 and scope["http_version"] != "1.0":
             await self._refuse(InvalidRequest("send exactly one Host header"), scope, receive, send)
@@ -136,14 +136,11 @@ class AuthMiddleware:
         self._app = app
         self._keys = keys
         self._open = tuple(split_list(open_routes))  # of the operators' routes
-        self._closed = keys.closed  # reading the keys file again never changes it
+        self._closed = keys.closed  # a keys file that is read again is never without keys
         self._keyless = TenantLimits(role="admin" if is_loopback(host) else "user")
         self._count_refusal = count_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             state = scope["state"]
             state["tenant"] = self._authenticate(scope) if self._closed else self._keyless
@@ -168,7 +165,7 @@ class AuthMiddleware:
         return tenant
 
     def _for_operators(self, scope: Scope) -> bool:
-        """Whether a route is for operators alone. One that is open to all may be read, not changed."""
+        """True for a route of operators. One that is open to all may be read, not changed."""
         reads = scope["path"] in self._open and scope["method"] == "GET"
         return scope["path"].startswith(ADMIN) and not reads
 
@@ -203,9 +200,6 @@ class BodyLimitMiddleware:
         self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)

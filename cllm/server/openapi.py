@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cllm import __version__
+from cllm.errors import InvalidRequest
 from cllm.server.dialect import EVENTS, JSON, NDJSON, PLAIN, Dialect, HttpError, Route
 from cllm.server.middleware import ADMIN, OPEN
 
@@ -45,15 +46,9 @@ WHEN = {
 }
 _NO_ADMIN = "; or the key is not an admin's"
 _NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`)"
-_FOR_OPERATORS = (
-    "Needs an admin's API key where the server has keys; answers on loopback only where it has none."
-)
+_FOR_OPERATORS = "Needs an admin's API key where the server has keys; else a server on loopback."
 _SCHEMES = {
-    "bearer": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An API key, as `cllm keys new` makes them",
-    },
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key, as `cllm keys new` makes them"},
     "x-api-key": {
         "type": "apiKey",
         "in": "header",
@@ -72,21 +67,21 @@ _POSITION = {
 
 
 def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, Any]:
-    """The OpenAPI description of all routes that are shown. `closed`: keys are needed."""
+    """The OpenAPI description of all routes that are shown. A `closed` server needs keys."""
     routes = [route for dialect in dialects for route in dialect.routes if route.shown]
-    kinds = {route.path + route.method: _get_kind(route) for route in routes}
-    bodies = {route.body: None for route in routes if route.body is not None}
-    answers = {kind: None for kind in kinds.values() if kind is not None}
-    found, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=REFERENCE)
-    references = dict(zip([*bodies, *answers], found, strict=True))
-    for body, reference in references.items():
-        if body in bodies and body.EXAMPLE:
-            _resolve(schemas, reference)["example"] = dict(body.EXAMPLE)
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
+    kinds = dict.fromkeys([*bodies, *(kind for route in routes if (kind := _get_kind(route)) is not None)])
+    found, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    references = dict(zip(kinds, found, strict=True))
+    for body in bodies:
+        if body.EXAMPLE:
+            _resolve(schemas, references[body])["example"] = dict(body.EXAMPLE)
+    for field in (each for schema in schemas.values() for each in schema.get("properties", {}).values()):
+        if field.keys() == {"enum"}:  # the tag of a struct in a union
+            field["description"] = "Which of the forms this is"
     paths: dict[str, Any] = {}
     for route in routes:
-        kind = kinds[route.path + route.method]
-        schema = references[kind] if kind is not None else None
-        described = _describe(route, references, schemas, schema, closed=closed)
+        described = _describe(route, references, schemas, closed=closed)
         paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = described
     tags = {dialect.name: dialect.about for dialect in dialects}
     return {
@@ -121,7 +116,7 @@ def _resolve(schemas: dict[str, Any], reference: Mapping[str, Any]) -> dict[str,
 
 
 def _describe(
-    route: Route, references: Mapping[Any, Any], schemas: dict[str, Any], answer: Any, *, closed: bool
+    route: Route, references: Mapping[Any, Any], schemas: dict[str, Any], *, closed: bool
 ) -> dict[str, Any]:
     first, _, more = inspect.cleandoc(route.handler.__doc__ or "").partition("\n")
     operators = route.path.startswith(ADMIN)
@@ -143,12 +138,14 @@ def _describe(
         required = next(iter(schema.get("required", ())), None)
         named = named or "model" in schema.get("properties", ())
         described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
-    described["responses"] = _responses(route, _content(route, answer), required, named=named)
+    described["responses"] = _responses(
+        route, _content(route, references.get(_get_kind(route))), required, named=named
+    )
     return described
 
 
 def _content(route: Route, schema: Any) -> dict[str, Any]:
-    """What a route answers, by content type."""
+    """The answers of a route, by content type."""
     content: dict[str, Any] = {}
     example = _get_example(route)
     if isinstance(example, str):
@@ -188,13 +185,14 @@ def _responses(route: Route, content: dict[str, Any], required: str | None, *, n
         field = required if status == 400 else None
         if status == 400 and field is None:  # no field is required
             message = "the body is not a JSON object"
-        example = route.dialect.make_error(HttpError(status, code, message.format(field=field)))
+        message = message.format(field=field)
+        error = InvalidRequest(message, field) if status == 400 else HttpError(status, code, message)
         if status == 403:
             admin = route.path.startswith("/admin/")
             when += _NO_ADMIN * route.path.startswith(ADMIN) + _NO_FOLDER * admin
         found[str(status)] = {
             "description": when,
-            "content": {JSON: {"schema": {"type": "object"}, "example": example}},
+            "content": {JSON: {"schema": {"type": "object"}, "example": route.dialect.make_error(error)}},
         }
         if status in (429, 503, 504):
             found[str(status)]["headers"] = _RETRY

@@ -15,7 +15,7 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
 from cllm.messages import Prepare, Prepared
 from cllm.server.generation import GenerationBody
-from cllm.server.leases import get_leases
+from cllm.server.sse import get_leases
 from cllm.text.prompt import Gap, RawText
 from cllm.types import Prompt, Request, SamplingParams
 

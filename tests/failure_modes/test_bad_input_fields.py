@@ -105,6 +105,8 @@ RANGES = {
     "mirostat": ["-1", "3"],
     "mirostat_tau": ["-1", "101"],
     "mirostat_eta": ["-0.1", "1.1"],
+    "adaptive_target": ["-1.1", "1.1"],
+    "adaptive_decay": ["-0.1", "1"],
     "seed": [str(-(2**63) - 1), str(2**63)],
 }
 

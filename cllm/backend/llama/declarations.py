@@ -223,6 +223,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_sampler_chain_n": (c_int32, c_void_p),
     "llama_sampler_clone": (c_void_p, c_void_p),
     "llama_sampler_free": (None, c_void_p),
+    "llama_sampler_init_adaptive_p": (c_void_p, c_float, c_float, c_uint32),
     "llama_sampler_init_dist": (c_void_p, c_uint32),
     "llama_sampler_init_dry": (
         c_void_p,

@@ -53,10 +53,12 @@ class LlamaSampler:
     def skip(self, token: int) -> None:
         """The chain's last sampler draws once for each token, from however many candidates.
 
-        Not restored: what XTC has drawn and what mirostat has learned, since both depend on the logits.
+        Not restored: what XTC has drawn, and what mirostat and adaptive-p have drawn and learned, since these
+        depend on the logits.
         """
         self.accept((token,))
-        if self.chain is not None and self.params.temperature > 0 and not self.params.mirostat:
+        learns = self.params.mirostat or self.params.adaptive_target >= 0
+        if self.chain is not None and self.params.temperature > 0 and not learns:
             api, chain = self._api, self.chain.pointer
             last = api.llama_sampler_chain_get(chain, api.llama_sampler_chain_n(chain) - 1)
             only = api.llama_token_data(id=token, logit=0.0, p=0.0)
@@ -168,7 +170,11 @@ def build_chain(
         add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
     else:
         add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed or 0))
+    if params.adaptive_target >= 0:
+        adaptive = (params.adaptive_target, params.adaptive_decay)
+        add(api.llama_sampler_init_adaptive_p(*adaptive, params.seed or 0))
+    else:
+        add(api.llama_sampler_init_dist(params.seed or 0))
     return chain
 
 

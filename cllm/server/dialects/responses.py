@@ -18,8 +18,8 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError, NotFound
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.dialect import JSON, StructResponse, encode_named, get_field
+from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
-from cllm.server.dialects.llama_server.answers import InputTokens
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs

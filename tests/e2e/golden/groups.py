@@ -369,6 +369,8 @@ OLLAMA: Cases = {
     **refused("/api/pull", {"model": "llama3"}, *each(model=(...,), stream=(False, "x"))),
     **{f"/api/delete {name}": Case("/api/delete", body, "DELETE") for name, body in DELETED.items()},
     "/api/delete POST": Case("/api/delete", {"model": "a"}),
+    "/api/copy unknown": Case("/api/copy", {"source": "nothing-of-this-name", "destination": "a"}),
+    "/api/copy no name": Case("/api/copy", {"source": "fake", "destination": ""}),
     "/api/copy": Case("/api/copy", {"source": "a", "destination": "b"}),
 }
 PAGES = ("/docs", "/page/index.html", "/page/api.js", "/page/../app.py")
@@ -393,8 +395,6 @@ OPERATION: Cases = {
         path: get(path)
         for path in ("/page/nothing.js", "/favicon.ico", "/nowhere", "/admin/nowhere", "/health/")
     },
-    **refused("/admin/prefixes/save", {"name": "a"}, *each(name=(..., "../a", "", 5))),
-    **asked("/admin/prefixes/restore", {"name": "a"}, {}, *each(name=(5,))),
     **refused("/admin/models/load", {"model": "fake"}, *each(model=(..., ""))),
     **refused("/admin/models/unload", {"model": "fake"}, *each(model=(...,))),
     **refused("/admin/reload", {"model": "a.gguf"}, *each(model=("",))),
@@ -474,9 +474,6 @@ CLOSED: Cases = {
     ),
     **asked("/v1/embeddings", {"input": "a"}, {}),
     "fill the cache": Case("/generate", {"prompt": "abc" * 50, "max_tokens": 8, "seed": 1}),
-    "save": Case("/admin/prefixes/save", {"name": "warm"}),
-    "restore": Case("/admin/prefixes/restore", {"name": "warm"}),
-    "restore what never was": Case("/admin/prefixes/restore", {"name": "cold"}),
     "save a slot": Case("/slots/0?action=save", {"filename": "slot"}),
     "restore a slot": Case("/slots/0?action=restore", {"filename": "slot"}),
     "a stream": Case("/generate_stream", ENDLESS, hold="data"),
@@ -494,7 +491,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "timeout priority cache_prompt speculate temperature dynatemp_range dynatemp_exponent top_k top_p "
         "min_p typical_p top_n_sigma repetition_penalty frequency_penalty presence_penalty penalty_last_n "
         "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta logit_bias ignore_eos seed "
+        "xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta adaptive_target adaptive_decay "
+        "logit_bias ignore_eos seed "
         "min_tokens stop_token_ids samplers grammar regex choice json_schema structured_outputs guided_json "
         "guided_regex guided_choice guided_grammar prompt max_tokens stop stream",
     ),

@@ -9,8 +9,8 @@ import msgspec
 
 from cllm.chat.reply import ReplyBuilder
 from cllm.server.dialects.anthropic import MessageRenderer
-from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
-from cllm.server.dialects.llama_server.completion import Completions, LimitedStream
+from cllm.server.dialects.llama_body import LlamaCompletionBody
+from cllm.server.dialects.llama_server import Completions, LimitedStream
 from cllm.server.dialects.openai.completions import make_usage
 from cllm.server.dialects.responses import ResponseRenderer, echo
 from cllm.server.dialects.responses_body import ResponsesBody

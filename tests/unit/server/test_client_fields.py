@@ -16,8 +16,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.server.body import Body
 from cllm.server.dialects.anthropic import CountBody, MessagesBody
-from cllm.server.dialects.cllm.generate import DecodeBody, EncodeBody, GenerateBody
-from cllm.server.dialects.llama_server.bodies import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.dialects.cllm import DecodeBody, EncodeBody, GenerateBody
+from cllm.server.dialects.llama_body import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.openai.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
@@ -241,7 +241,7 @@ def scripted(body: dict[str, Any]) -> httpx.Response:
         engine.start()
         try:
             await asyncio.wrap_future(engine.loaded)
-            transport = httpx.ASGITransport(app=create_app({"default": engine}, ServerConfig()))
+            transport = httpx.ASGITransport(app=create_app(engine, ServerConfig()))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
                 return await client.post("/v1/chat/completions", json=body, timeout=60)
         finally:

@@ -20,9 +20,9 @@ from cllm.errors import (
 )
 from cllm.server.app import add_defaults
 from cllm.server.dialects import TABLE
-from cllm.server.dialects.llama_server import answers, llama_server
-from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.dialects.llama_server.completion import LineLimits
+from cllm.server.dialects import llama_body as answers
+from cllm.server.dialects.llama_body import LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.dialects.llama_server import LineLimits, llama_server
 from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.generation import GenerationBody
 from cllm.server.timings import make_timings
@@ -118,6 +118,16 @@ def test_only_the_samplers_that_are_named(samplers: Any) -> None:
     assert found == SamplingParams(temperature=0.5, top_k=7, top_p=1.0, min_p=0.0, seed=1)
     without = GenerationBody.parse({**fields, "samplers": ["top_k"]}).sampling(1)
     assert without.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samplers", "target"), [(None, 0.4), (["top_k"], -1), ("ka", 0.4), (["adaptive_p"], 0.4)]
+)
+def test_adaptive_p_is_reported_where_it_draws(samplers: Any, target: float) -> None:
+    found = body(adaptive_target=0.4, adaptive_decay=2, samplers=samplers).sampling(10)
+    settings = answers.make_settings(Request(id="", prompt=Prompt(()), max_tokens=1, sampling=found))
+    assert (settings["adaptive_target"], settings["adaptive_decay"]) == (target, 0.99)
+    assert ("adaptive_p" in settings["samplers"]) is (target >= 0)
 
 
 def test_defaults_fill_in_what_a_body_lacks() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from cllm.errors import InvalidRequest
 from cllm.server.dialects.ollama import ollama
-from cllm.server.dialects.ollama.answers import add_tag
-from cllm.server.dialects.ollama.bodies import OllamaChatBody, OllamaGenerateBody, strip_tag
+from cllm.server.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, add_tag, strip_tag
 from cllm.server.dialects.openai.bodies import list_stops
 
 MESSAGES = [{"role": "user", "content": "hi"}]

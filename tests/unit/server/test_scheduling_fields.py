@@ -70,7 +70,7 @@ async def served(
     engine.start()
     try:
         await asyncio.wrap_future(engine.loaded)
-        app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+        app = create_app(engine, ServerConfig(api_key=api_key))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
             yield client, engine, host.requests

@@ -6,11 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from cllm.server.routes.generate import events
-
 from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.dialects.cllm import events
 from cllm.server.sse import EventStream
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Prompt, Request, SamplingParams

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
-from cllm.server.dialects.llama_server.completion import make_verbose, watch_prompt
+from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import (
@@ -298,6 +298,7 @@ class ChatCompletionRenderer:
 
 
 @openai.post("/v1/chat/completions", EXAMPLE, events=(*map(encode, EXAMPLE_CHUNKS), DONE), computes=True)
+@llama_server.post("/chat/completions", shown=False)
 async def chat(body: ChatBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

@@ -1,4 +1,4 @@
-"""Hold: a stream that waits for its model shows that it is alive, and a model is kept to the end."""
+"""Model leases: a stream that waits for its model shows that it is alive, and a model is kept to the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cllm.errors import NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
-from cllm.server import hold
+from cllm.server import sse
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
@@ -59,14 +59,14 @@ class GatedLoader:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "HEAD_AFTER_S", 0.01)
-    monkeypatch.setattr(hold, "BEAT_S", 0.01)
+    monkeypatch.setattr(sse, "HEAD_AFTER_S", 0.01)
+    monkeypatch.setattr(sse, "BEAT_S", 0.01)
 
 
 def make_app(loader: GatedLoader) -> tuple[Callable[..., Any], EngineRegistry]:
     models = [ServedModel(ModelConfig(name=name), loader) for name in ("one", "two")]
     registry = EngineRegistry(models)
-    return create_app({"default": registry}, ServerConfig()), registry
+    return create_app(registry, ServerConfig()), registry
 
 
 @pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])

@@ -1,36 +1,80 @@
-"""Answers of llama-server's /completion and /infill, whole or as events."""
+"""llama-server's dialect, so that scripts written for it run unchanged."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.chat.session import ChatSession
+from cllm import __version__
+from cllm.chat.session import ChatSession, count_tokens
+from cllm.errors import CllmError, ContextLengthExceeded, EngineNotReady, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.messages import Pieces, RenderChat, SpellTokens, Text
-from cllm.server.dialect import COMMENT, StructResponse, encode
-from cllm.server.dialects.llama_server import answers, llama_server
-from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
+from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
+from cllm.models.files import parse_file_type
+from cllm.names import is_name
+from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode, get_status
+from cllm.server.dialects import llama_body as shapes
+from cllm.server.dialects.llama_body import LlamaCompletionBody
+from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.dialects.openai.models import models
+from cllm.server.dialects.operation import health, inspect
 from cllm.server.sse import GONE, EventStream, collect
-from cllm.server.submit import make_request, prepare
+from cllm.server.submit import (
+    check_tokens,
+    find_model,
+    get_registry,
+    make_request,
+    prepare,
+    use_engine,
+)
+from cllm.server.submit import tokenize as tokenize_pieces
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.text.prompt import Gap, RawText
-from cllm.types import FinishReason, Request, RequestOutput
+from cllm.types import FinishReason, Health, Request, RequestOutput
 
 PROBED = 64  # candidates that probabilities after sampling are made of
 PROGRESS_S = 0.25  # between two looks at a prompt that is computed
 ChoiceOutput = tuple[int, RequestOutput]
 _replace = msgspec.structs.replace
+
+
+class LlamaServerDialect(Dialect):
+    """For scripts written for llama-server."""
+
+    name = "llama-server"
+    about = "llama.cpp's own server: scripts written for it run unchanged."
+    prefix = "/slots/"
+    types = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        501: "not_supported_error",
+        503: "unavailable_error",
+    }
+
+    def make_error(self, error: CllmError) -> Any:
+        status = get_status(error)
+        shown = {"code": status, "message": error.message, "type": self.get_type(status)}
+        if isinstance(error, ContextLengthExceeded):
+            shown["type"] = "exceed_context_size_error"
+            shown |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.limit}
+        return {"error": shown}
+
+
+llama_server = LlamaServerDialect()
 
 
 class LineLimits:
@@ -44,7 +88,7 @@ class LineLimits:
         self.over = False
 
     def cut(self, text: str, elapsed_s: float) -> str:
-        """What of the text still belongs to the answer."""
+        """Cut off the part of the text that does not belong to the answer."""
         if self.over:
             return ""
         kept = self._by_indent(text) if self._n_indent else text
@@ -92,19 +136,19 @@ def make_completion(
     model: str,
     prompt: str,
     context: int,
-) -> answers.LlamaCompletion:
+) -> shapes.LlamaCompletion:
     """A finished answer, with everything that llama-server says of one."""
     last, text = outputs[-1], "".join(output.text for output in outputs)
     assert last.usage is not None
     usage, limited = last.usage, last.finish_reason is FinishReason.LENGTH
-    return answers.LlamaCompletion(
+    return shapes.LlamaCompletion(
         content=text,
         tokens=tuple(token for output in outputs for token in output.tokens),
         model=model,
         tokens_predicted=usage.completion_tokens,
         tokens_evaluated=usage.prompt_tokens,
         tokens_cached=usage.cells or usage.prompt_tokens,
-        generation_settings=answers.make_settings(request),
+        generation_settings=shapes.make_settings(request),
         prompt=prompt,
         has_new_line="\n" in text,
         truncated=limited and usage.prompt_tokens + usage.completion_tokens >= context,
@@ -144,7 +188,7 @@ class Completions(NamedTuple):
             return UNSET
         entries = [entry for output in outputs for entry in output.logprobs]
         sampling = self.request.sampling if self.body.post_sampling_probs else None
-        return answers.make_probabilities(entries, sampling, self.body.n_probs)
+        return shapes.make_probabilities(entries, sampling, self.body.n_probs)
 
     def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
         """A finished answer, or (without outputs before the last) the last event of a stream."""
@@ -166,7 +210,7 @@ class Completions(NamedTuple):
             completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
             generation_settings={**answer.generation_settings, **limit},
         )
-        return answers.select_fields(answer, body.response_fields) if body.response_fields else answer
+        return shapes.select_fields(answer, body.response_fields) if body.response_fields else answer
 
     async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
         """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
@@ -176,7 +220,7 @@ class Completions(NamedTuple):
             first = asyncio.ensure_future(anext(outputs))
             total = len(self.prompts[0][0])
             async for progress in watch_prompt(engine, streams[0], total, first):
-                yield encode(answers.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
+                yield encode(shapes.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
             outputs = _chain(await first, outputs)
         generated = [0] * len(streams)
         lines = [False] * len(streams)
@@ -194,10 +238,10 @@ class Completions(NamedTuple):
 
     def _event(
         self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
-    ) -> answers.LlamaEvent:
+    ) -> shapes.LlamaEvent:
         count = len(self.prompt(index)[0])
         timed = self.body.timings_per_token
-        return answers.LlamaEvent(
+        return shapes.LlamaEvent(
             index=index,
             content=output.text,
             tokens=output.tokens,
@@ -224,7 +268,7 @@ class Completions(NamedTuple):
 async def watch_prompt(
     engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
 ) -> AsyncIterator[PromptProgress]:
-    """How much of a prompt of `total` tokens is computed, until the `first` output of its stream is there."""
+    """Report the progress of a prompt of `total` tokens until the `first` output of its stream is there."""
     try:
         while not first.done():
             await asyncio.wait((first,), timeout=PROGRESS_S)
@@ -237,7 +281,7 @@ async def watch_prompt(
 
 
 async def _count_cells(engine: EngineClient, request_id: str) -> int:
-    """How many KV cells a request holds between two steps."""
+    """Count the KV cells that a request holds between two steps."""
     leases = (await asyncio.wrap_future(engine.inspect())).leases
     return sum(lease.position for lease in leases if lease.request_id == request_id)
 
@@ -290,8 +334,10 @@ async def complete(
     )
     streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:
+        loop = asyncio.get_running_loop()
         for stream in streams:
-            set_limits(engine, stream, body)
+            end = partial(loop.call_soon, engine.cancel, stream.request_id)
+            stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
     if body.stream:
         return EventStream(engine, streams, call.events(engine, streams))
     collected = await collect(engine, streams, http)
@@ -304,11 +350,169 @@ async def complete(
     return StructResponse(found[0] if len(found) == 1 else found)
 
 
-def set_limits(engine: EngineClient, stream: LimitedStream, body: LlamaCompletionBody) -> None:
-    """End the stream where `n_indent` or `t_max_predict_ms` say so."""
-    loop = asyncio.get_running_loop()
+# Routes ------------------------------------------------------------------------------------------------
 
-    def end() -> None:
-        loop.call_soon(engine.cancel, stream.request_id)
+_EVENTS = (encode(shapes.LlamaEvent(content="2", tokens=(34,))), encode(shapes.COMPLETION_EXAMPLE))
 
-    stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
+
+@llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post("/completions", shown=False)
+async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Response:
+    """Complete prompts."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    inputs: list[RawText] = []
+    texts: list[str | None] = []
+    for pieces in body.prompts:
+        check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
+        inputs.append(RawText(tuple(pieces), parse_special=True))
+        texts.append(pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else None)
+    return await complete(engine, body, http, inputs, texts)
+
+
+@llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
+    """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    limit = loaded(engine)[1].request_tokens
+    # The text is cut at its far ends so that the answer fits.
+    reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
+    return await complete(engine, body, http, [body.gap(limit - reserved)], [body.input_prefix + body.prompt])
+
+
+@llama_server.post("/tokenize", shapes.LlamaTokens((33, 27, 33, 45)))
+async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> Response:
+    """Convert text to token ids."""
+    engine = await use_engine(http, body.model)
+    pieces = [body.content] if isinstance(body.content, str) else body.content
+    check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
+    special = {"add_special": body.add_special, "parse_special": body.parse_special}
+    tokens = await tokenize_pieces(engine, pieces, **special)
+    if not body.with_pieces:
+        return StructResponse(shapes.LlamaTokens(tokens))
+    texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
+    return StructResponse(
+        shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
+    )
+
+
+@llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
+async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> Response:
+    """Convert token ids to text."""
+    engine = await use_engine(http, body.model)
+    tokens = check_tokens(engine, body.tokens, "tokens")
+    return StructResponse(shapes.LlamaContent(await spell(engine, tokens)))
+
+
+@llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
+async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> Response:
+    """Render a conversation with the model's chat template."""
+    engine = await use_engine(http, body.model)
+    conversation = body.conversation()
+    task = RenderChat(conversation.for_template())
+    return StructResponse(shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
+
+
+@llama_server.post("/chat/completions/input_tokens", shapes.InputTokens(12))
+@openai.post("/v1/chat/completions/input_tokens", shown=False)
+async def count_chat(body: ChatBody, http: HttpRequest) -> Response:
+    """Count the prompt tokens of a conversation."""
+    engine = await use_engine(http, body.model)
+    return StructResponse(shapes.InputTokens(await count_tokens(engine, body.conversation())))
+
+
+@llama_server.get("/props", shapes.PROPS_EXAMPLE)
+async def props(http: HttpRequest) -> Response:
+    """Describe the model and the defaults."""
+    model = find_model(http)
+    if model.engine is None:
+        raise EngineNotReady(f"{model.name} is not loaded yet")
+    info, limits = loaded(model.engine)
+    routes = http.app.state.open_routes
+    params = shapes.make_params(http.app.state.defaults)
+    described = shapes.LlamaProps(
+        default_generation_settings=shapes.LlamaSettings(params, limits.request_tokens),
+        total_slots=limits.sequences,
+        model_alias=info.name,
+        model_ftype=parse_file_type(info.description).name,
+        model_path=info.file,
+        endpoint_slots="-/slots" not in routes,
+        endpoint_props="/props" in routes,
+        chat_template=info.chat_template or "",
+        chat_template_tool_use=info.tool_template or UNSET,
+        chat_template_caps=shapes.make_caps(info.chat_template or ""),
+        bos_token=info.begin_text,
+        eos_token=info.end_text,
+        build_info=f"cllm {__version__}",
+        is_sleeping=model.health is Health.SLEEPING,
+    )
+    return StructResponse(described)
+
+
+@llama_server.post("/props", shown=False)
+async def change_props(http: HttpRequest) -> Response:
+    """Change nothing, as llama-server does; for clients that try."""
+    if "/props" not in http.app.state.open_routes:
+        raise NotSupported("properties cannot be changed: start the server with --props")
+    return StructResponse({"success": True})
+
+
+@llama_server.get("/lora-adapters", shown=False)
+async def lora_adapters() -> Response:
+    """List no LoRA adapters: there are none."""
+    return StructResponse([])
+
+
+@llama_server.get("/slots", [shapes.LlamaSlot(id=0, n_ctx=4096, is_processing=True)])
+async def slots(http: HttpRequest) -> Response:
+    """List the slots, and what each computes."""
+    if "-/slots" in http.app.state.open_routes:
+        raise NotSupported("slots are not shown: start the server without --no-slots")
+    engine = await use_engine(http)
+    limits = loaded(engine)[1]
+    snapshot = await inspect(engine)
+    leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
+    if http.query_params.get("fail_on_no_slot") and len(leases) >= limits.sequences:
+        raise EngineNotReady("no slot is free")
+    running = {state.request.id: state for state in get_registry(http).requests}
+    shown = []
+    for number in range(limits.sequences):
+        slot = shapes.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
+        if (state := running.get(leases.get(number, ""))) is not None:
+            left = state.request.max_tokens - state.generated
+            slot = msgspec.structs.replace(
+                slot,
+                id_task=zlib.crc32(state.request.id.encode()),
+                n_prompt_tokens=state.request.input_tokens,
+                params=shapes.make_settings(state.request, brief=True),
+                next_token=[shapes.NextToken(left > 0, False, left, state.generated)],
+            )
+        shown.append(slot)
+    return StructResponse(shown)
+
+
+@llama_server.post("/slots/{id_slot}", shown=False)
+async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Response:
+    """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
+    action = http.query_params.get("action")
+    if action not in get_args(SlotAction):
+        raise InvalidRequest("action: it must be save, restore or erase", "action")
+    engine = await use_engine(http, body.model)
+    slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1
+    if not 0 <= slot < loaded(engine)[1].sequences:
+        raise InvalidRequest("id_slot: there is no such slot", "id_slot")
+    if action != "erase" and not is_name(body.filename):
+        message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
+        raise InvalidRequest(message, "filename")
+    started = time.perf_counter()
+    done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
+    if action == "erase":
+        return StructResponse({"id_slot": slot, "n_erased": done.tokens})
+    count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
+    answer = {"id_slot": slot, "filename": body.filename, count: done.tokens, size: done.size}
+    return StructResponse({**answer, "timings": timings})
+
+
+# Routes of others, without their /v1; those of chats and of the Responses API are beside their own.
+llama_server.get("/models", shown=False)(models)
+openai.get("/v1/health", shown=False)(health)

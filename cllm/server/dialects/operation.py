@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET
+from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 
-from cllm.errors import CllmError, EngineNotReady, NotFound
+from cllm.errors import EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.served_model import ModelState, ModelStatus
 from cllm.server.body import Body, about
-from cllm.server.dialect import StructResponse, respond
-from cllm.server.dialects.cllm import operation
-from cllm.server.live import LiveFeed
-from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
+from cllm.server.dialect import EVENTS, StructResponse
+from cllm.server.dialects.cllm import CllmDialect
 from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, SlotInfo, Snapshot
+
+
+class OperationDialect(CllmDialect):
+    """The routes of operators."""
+
+    name = "operation"
+    about = "Health, metrics, debugging and administration."
+    prefix = "/admin/"
+
+
+operation = OperationDialect()
 
 
 class ReloadBody(msgspec.Struct, Body, kw_only=True):
@@ -281,12 +290,7 @@ async def debug_kv(http: HttpRequest) -> Response:
         leases=snapshot.leases,
         cached=[CachedSlot(slot, tokens) for slot, tokens in sorted(snapshot.cached.items())],
         preempted=snapshot.preempted,
-        counters=LeaseCounters(
-            snapshot.leased_total,
-            snapshot.released_total,
-            snapshot.cleared_cells_total,
-            snapshot.integrity_failures,
-        ),
+        counters=msgspec.convert(snapshot, LeaseCounters, from_attributes=True),
     )
     return StructResponse(response)
 
@@ -358,43 +362,14 @@ async def reload(body: ReloadBody, http: HttpRequest) -> Response:
     return StructResponse(answer)
 
 
-class LiveStream(Response):
-    """The events of the live feed, until the client leaves or the server drains."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, feed: LiveFeed) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._feed = feed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send(scope, receive, send))
-        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
-        try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sender, watcher):
-                task.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await sender
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._feed.listen() as events:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                send = scope.get(DIRECT_SEND, send)
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except CllmError as error:
-            await respond(scope, error)(scope, receive, send)
-
-
 @operation.get("/live", shown=False)
 async def live(http: HttpRequest) -> Response:
-    """What the server does, once a second, after an hour of history."""
-    return LiveStream(http.app.state.live)
+    """Send the live feed, once a second, after an hour of history; until the client leaves or it drains."""
+    listening = AsyncExitStack()
+    events = listening.enter_context(http.app.state.live.listen())
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    ended = BackgroundTask(listening.aclose)
+    return StreamingResponse(events, headers=headers, media_type=EVENTS, background=ended)
 
 
 @operation.post(

@@ -1,29 +1,46 @@
-"""cllm's own routes: /generate, /generate_stream, /encode, /decode, /model/info."""
+"""cllm's own dialect, a prompt in and text out: /generate, /encode, /decode, /model/info."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
-from cllm.server.dialect import COMMENT, StructResponse, encode
-from cllm.server.dialects.cllm import cllm
+from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode
 from cllm.server.dialects.openai.bodies import Stops, list_stops
 from cllm.server.generation import GenerationBody
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
 from cllm.text.prompt import RawText
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Request, Usage
+
+
+class CllmDialect(Dialect):
+    """cllm's own routes."""
+
+    name = "cLLM"
+    about = "cllm's own: a prompt in, text out. No chat template is applied."
+    prefix = ""
+
+    def make_error(self, error: CllmError) -> Any:
+        return {"success": False, "error": error.code, "message": error.message}
+
+    def frame_error(self, error: CllmError, request_id: str = "") -> bytes:
+        return encode({"id": request_id, "error": error.code, "message": error.message, "done": True})
+
+
+cllm = CllmDialect()
 
 
 class GenerateBody(GenerationBody, frozen=True, kw_only=True):
