@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.logit_scan import PART, Logits, LogitScan, NativeLogitScan, make_logit_scan
+from cllm.backend.llama.candidates import PART, Logits, LogitScan, NativeLogitScan, make_logit_scan
 from tests.profiles import examples
 
 THREADS = 3

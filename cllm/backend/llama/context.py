@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,10 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig, slot_count
 from cllm.errors import NotEnoughMemory
+from cllm.types import EmbedLimits, Limits
 
 DEFAULT_REQUEST_CELLS = 4096
+EMBED_ROWS = 32  # inputs per step
 MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
@@ -28,7 +31,7 @@ _STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -
 
 
 def request_share(cells: int, parallel: int) -> int:
-    """What one of `parallel` streams gets of so many cells, as llama.cpp rounds it where it splits them."""
+    """The share of one of `parallel` KV streams in `cells`, as llama.cpp rounds it where it splits them."""
     return _padded(_padded(cells) // parallel)
 
 
@@ -51,24 +54,6 @@ def _padded(cells: int) -> int:
 def get_status(code: int) -> StepStatus:
     """The class of a return code of `llama_decode`."""
     return _STATUSES.get(code, StepStatus.FAILED)
-
-
-class AbortSwitch:
-    """llama.cpp's abort callback without Python in it.
-
-    It is called at every node of a graph, thousands of times a step; in Python each call would take the GIL.
-    So it is the C library's `strlen` of a text of no or one character: false or true.
-    """
-
-    def __init__(self, api: Any, context: Any) -> None:
-        self._text = ctypes.create_string_buffer(b"\0\0", 2)
-        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
-        self._callback = api.ggml_abort_callback(strlen)
-        api.llama_set_abort_callback(context, self._callback, ctypes.addressof(self._text))
-
-    def set(self, stop: bool) -> None:
-        """From any thread: one byte is written at once."""
-        self._text[0] = b"\1" if stop else b"\0"
 
 
 class LlamaContext(Owned):
@@ -113,43 +98,72 @@ class LlamaContext(Owned):
         self.memory = api.llama_get_memory(pointer)
         # Encoders (and diffusion models) look at all tokens at once and remember none.
         self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
-        self.recurrent, self.sliding_window = model.recurrent, model.sliding_window
-        self.unified = config.unified_kv
-        self.sequences = slots
-        self.request_share = request_share(int(params.n_ctx), slots)
-        self.cells = int(api.llama_n_ctx(pointer))
-        self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
-        self.batch_tokens = int(api.llama_n_batch(pointer))
-        self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
-        self.rollback_tokens = int(api.llama_n_rs_seq(pointer))  # 0 where the architecture cannot
+        self.limits = self._read_limits(model, config, request_share(int(params.n_ctx), slots))
+        self._recurrent, self._sliding_window = model.recurrent, model.sliding_window
         self._snapshots: dict[int, int] = {}  # by id: tokens of its last decode that can be taken back
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
         self._logits_at = (0, 0)  # address and number of outputs of
         self._logits: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self._batch = NativeBatch(api, self.limits.batch_tokens, slots)
+        self._decode_started = 0.0
         self.workers = workers
         workers.work_for(pointer)
-        self.abort_switch = AbortSwitch(api, pointer)
+        # llama.cpp's abort callback is called at every node of a graph, thousands of times a step; in Python
+        # each call would take the GIL. So it is the C library's `strlen` of a text of no or one character.
+        self._stop = ctypes.create_string_buffer(b"\0\0", 2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
+        self._abort_callback = api.ggml_abort_callback(strlen)
+        api.llama_set_abort_callback(pointer, self._abort_callback, ctypes.addressof(self._stop))
+
+    def _read_limits(self, model: LlamaModel, config: EngineConfig, share: int) -> Limits:
+        """Limits of the context; `share` is that of one KV stream."""
+        api, pointer = self.api, self.pointer
+        sequence_cells = min(int(api.llama_n_ctx_seq(pointer)), model.context_train)
+        # The layout must not decide which request gets a 400: the default is one KV stream's share in both.
+        request_tokens = min(config.max_request_tokens or share, sequence_cells)
+        default = request_tokens if self.generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
+        embed_tokens = min(config.embed_tokens or default, model.context_train)
+        return Limits(
+            sequences=slot_count(config),
+            parallel=config.parallel,
+            cells=int(api.llama_n_ctx(pointer)),
+            sequence_cells=sequence_cells,
+            request_tokens=request_tokens,
+            batch_tokens=int(api.llama_n_batch(pointer)),
+            unified=config.unified_kv,
+            rollback_tokens=int(api.llama_n_rs_seq(pointer)),  # 0 where the architecture cannot
+            embed=EmbedLimits(
+                tokens=embed_tokens,
+                batch_tokens=min(config.batch_tokens, embed_tokens),
+                rows=EMBED_ROWS,
+                # Only causal attention can be cut: in an encoder every token attends to all others.
+                chunked=self.generates and model.causal,
+            ),
+        )
 
     def close(self) -> None:
         super().close()
         self.__dict__.pop("memory", None)  # part of the context: use after close must fail, not answer
         self.workers.close()  # after the context: they work for it to the end
 
-    def decode(self, batch: Any) -> int:
+    def interrupt(self, stop: bool) -> None:
+        """See `ModelRunner.interrupt`: one byte is written at once."""
+        self._stop[0] = b"\1" if stop else b"\0"
+
+    def decode(self, rows: Sequence[Row]) -> int:
         """llama_decode; its code. On a GPU it returns before the device is done."""
+        self._batch.fill(rows)
+        for row in rows if self.limits.rollback_tokens else ():
+            self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.limits.rollback_tokens)
+            self._unsettled.discard(row.seq_id)
         self.workers.work_for(self.pointer)
-        code = int(self.api.llama_decode(self.pointer, batch))
+        self._decode_started = time.perf_counter()
+        code = int(self.api.llama_decode(self.pointer, self._batch.struct))
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
-
-    def expect(self, rows: Sequence[Row]) -> None:
-        """These rows are decoded next: of each, all tokens but the first can be taken back then."""
-        for row in rows if self.rollback_tokens else ():
-            self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.rollback_tokens)
-            self._unsettled.discard(row.seq_id)
 
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
@@ -170,8 +184,10 @@ class LlamaContext(Owned):
         When a unified KV is empty, the place where llama.cpp looks for cells next goes back to the first:
         left in the middle, it would widen the attention of the next requests, and round their text otherwise.
         """
+        self._snapshots.pop(seq_id, None)
         self.api.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
-        if self.unified and all(self.next_position(other) == 0 for other in range(self.sequences)):
+        slots = range(self.limits.sequences)
+        if self.limits.unified and all(self.next_position(other) == 0 for other in slots):
             self.api.llama_memory_clear(self.memory, False)
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -222,12 +238,12 @@ class LlamaContext(Owned):
 
         llama.cpp cuts a sliding window even where it is not.
         """
-        if self.recurrent:
+        if self._recurrent:
             return self.next_position(seq_id)
-        if not self.sliding_window:
+        if not self._sliding_window:
             return 0
         oldest = int(self.api.llama_memory_seq_pos_min(self.memory, seq_id))
-        return oldest + self.sliding_window + 1 if oldest > 0 else 0
+        return oldest + self._sliding_window + 1 if oldest > 0 else 0
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
@@ -235,7 +251,7 @@ class LlamaContext(Owned):
         if length < held and length < self.min_length(source):
             return 0
         self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
-        if not self.unified:
+        if not self.limits.unified:
             self._copying |= {source, target}
         return self.truncate(target, length)
 

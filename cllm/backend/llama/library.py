@@ -236,25 +236,22 @@ class DeferredFrees:
 
 
 class Owned:
-    """One native pointer. `close` frees it; a forgotten one is put on the deferred free list."""
+    """One native pointer. `close` frees it; a forgotten one is put on the deferred free list.
+
+    A freed resource has no `pointer`: use after close fails in Python.
+    """
 
     def __init__(self, pointer: Any, free: Callable[[Any], Any], deferred_frees: DeferredFrees) -> None:
         assert pointer, "a native constructor returned NULL"
-        self._pointer = pointer
+        self.pointer = pointer
         self._free = free
         self._finalizer = weakref.finalize(self, deferred_frees.put, free, pointer)
         self._finalizer.atexit = False  # at exit the system frees everything
 
-    @property
-    def pointer(self) -> Any:
-        assert self._pointer is not None, "use of a native resource that was freed"
-        return self._pointer
-
     def close(self) -> None:
         """Free it now. Owner thread only; idempotent."""
         if self._finalizer.detach() is not None:
-            pointer, self._pointer = self._pointer, None
-            self._free(pointer)
+            self._free(self.__dict__.pop("pointer"))
 
     def __enter__(self) -> Self:
         return self
