@@ -152,8 +152,6 @@ class NativeLogitScan(LogitScan):
             raise OSError("no memory for the threads that sample")
         self._ids = np.zeros((0, MAX_CANDIDATES), np.int32)
         self._values = np.zeros((0, MAX_CANDIDATES), np.float32)
-        self._best, self._tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
-        self._last: tuple[Logits, npt.NDArray[np.int32], tuple[Any, ...]] | None = None
 
     def close(self) -> None:
         if self._pool:
@@ -168,23 +166,16 @@ class NativeLogitScan(LogitScan):
             self._api.cllm_wait(self._pool, threads, int(1e9 * (expected_s - WAKE_S)), function, pointer)
 
     def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
-        last = self._last  # the context's logits are the same view as long as as many rows are computed
-        if last is None or last[0] is not logits or last[1] is not excluded:
-            self._last = last = logits, excluded, self._arguments(logits, excluded)
-        self._api.cllm_argmax(*last[2])
-        found: list[int] = self._tokens[: len(logits)].tolist()
-        return found
-
-    def _arguments(self, logits: Logits, excluded: npt.NDArray[np.int32]) -> tuple[Any, ...]:
-        """Of `cllm_argmax`. To make them takes longer than the pass over a small vocabulary."""
         assert logits.flags.c_contiguous and logits.dtype == np.float32
         rows, width = logits.shape
         threads = self._count_threads(logits.size)
         parts = -(-width // self._part) if threads > 1 else 1
-        self._best, self._tokens = np.empty(rows * parts, np.float32), np.empty(rows * parts, np.int32)
-        excludes, results = excluded.ctypes.data, (self._best.ctypes.data, self._tokens.ctypes.data)
+        best, tokens = np.empty(rows * parts, np.float32), np.empty(rows * parts, np.int32)
         shape = self._pool, threads, logits.ctypes.data, rows, width
-        return *shape, excludes, len(excluded), parts, *results
+        excludes, results = (excluded.ctypes.data, len(excluded)), (best.ctypes.data, tokens.ctypes.data)
+        self._api.cllm_argmax(*shape, *excludes, parts, *results)
+        found: list[int] = tokens[:rows].tolist()
+        return found
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
         assert logits.flags.c_contiguous and logits.dtype == np.float32

@@ -104,8 +104,6 @@ class LlamaContext(Owned):
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._logits_at = (0, 0)  # address and number of outputs of
-        self._logits: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._batch = NativeBatch(api, self.limits.batch_tokens, slots)
         self._decode_started = 0.0
         self.workers = workers
@@ -168,12 +166,9 @@ class LlamaContext(Owned):
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        if self._logits_at != (address, outputs):
-            flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-            view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-            self._logits_at = (address, outputs)
-            self._logits = view.reshape(outputs, self._vocabulary_size)
-        return self._logits
+        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
+        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+        return view.reshape(outputs, self._vocabulary_size)
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1

@@ -13,11 +13,19 @@ from typing import NamedTuple
 import msgspec
 
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share, used_outputs
-from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.draft_model import draft_config
 from cllm.backend.llama.dry_load import HOST, DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.placement import DEVICE_RESERVE, Place, Placement, Placer, asked_layers, mib
+from cllm.backend.llama.placement import (
+    DEVICE_RESERVE,
+    Device,
+    Place,
+    Placement,
+    Placer,
+    asked_layers,
+    list_devices,
+    mib,
+)
 from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import resolve

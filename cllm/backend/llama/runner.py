@@ -25,13 +25,12 @@ from cllm.backend.base import (
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
 from cllm.backend.llama.context import LlamaContext, get_status
-from cllm.backend.llama.devices import wants_gpu
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.dry_load import Sizes, read_sizes
 from cllm.backend.llama.embedding import EmbeddingContext
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.placement import asked_layers
+from cllm.backend.llama.placement import asked_layers, wants_gpu
 from cllm.backend.llama.sampler import BatchSampler, DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
