@@ -32,7 +32,6 @@ CHAINS = 8  # sampler chains, likewise
 ALONE = 3 << 17  # logits that one thread scans in the time in which others wake up
 IDLE_PART = 1 << 15  # least part of what is more than that, with a GPU: no compute thread polls the cores
 WAKE_S = 250e-6  # before the device is expected to be done
-NOTHING_LEFT = "the samplers left no token to sample from"
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _CANDIDATE_ARRAY = np.dtype(
     [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
@@ -48,16 +47,18 @@ _SIGNATURES = {
 }  # of cllm/build/sampling.c
 
 
-class NothingLeft(ValueError):
-    """No token can be sampled; the message says why."""
-
-
 class Reaching(NamedTuple):
     """The tokens of several rows that reach their row's threshold: row after row, in order of id."""
 
     ids: Ids
     logits: Logits
     bounds: Ids  # where each row begins, and the end
+
+
+def apply_chain(function: Any, chain: Any, array: Any) -> int:
+    """Run a chain with llama.cpp's function over an array of candidates: the token it selects, or -1."""
+    function(chain, ctypes.byref(array))
+    return int(array.data[array.selected].id) if array.selected >= 0 else -1
 
 
 class LogitScan:
@@ -85,12 +86,7 @@ class LogitScan:
 
         `function` is llama.cpp's, `arrays` are its token data arrays.
         """
-        tokens = []
-        for place, chain in enumerate(chains):
-            array = arrays[place]
-            function(chain, ctypes.byref(array))
-            tokens.append(int(array.data[array.selected].id) if array.selected >= 0 else -1)
-        return tokens
+        return [apply_chain(function, chain, arrays[place]) for place, chain in enumerate(chains)]
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
         """What can survive prefilters that narrow each row, and a few more; None where it may be most of it.
@@ -269,7 +265,7 @@ class Candidates:
         mask: TokenMask | None = None,
         adjusted: Ids | None = None,
     ) -> int:
-        """Run a chain over a row of logits; returns the token it selected. The row is left as it is.
+        """Run a chain over a row of logits: the token it selected, or -1. The row is left as it is.
 
         `adjusted` are the tokens whose logits the chain may change. None stands for any.
         """
@@ -284,7 +280,7 @@ class Candidates:
             data["id"] = ids
             data["logit"] = logits[ids]
         array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
-        return apply_chain(self._api, chain, array)
+        return apply_chain(self._api.llama_sampler_apply, chain, array)
 
     def _prefiltered(
         self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None, adjusted: Ids | None
@@ -332,20 +328,10 @@ class BatchCandidates:
         return self._arrays
 
 
-def apply_chain(api: Any, chain: Any, array: Any) -> int:
-    """Run a chain over an array of candidates, once: the token it selected. Raises NothingLeft."""
-    api.llama_sampler_apply(chain, ctypes.byref(array))
-    if array.selected < 0:
-        raise NothingLeft(NOTHING_LEFT)
-    return int(array.data[array.selected].id)
-
-
 def best(logits: Logits, mask: TokenMask | None) -> int:
-    """The likeliest allowed token; ties go to the lowest id. Raises NothingLeft."""
+    """The likeliest allowed token; ties go to the lowest id. -1 where none is allowed."""
     token = int(logits.argmax())
     if mask is None or mask[token]:
         return token
     allowed = np.flatnonzero(mask)
-    if not len(allowed):
-        raise NothingLeft("no token is allowed here")
-    return int(allowed[logits[allowed].argmax()])
+    return int(allowed[logits[allowed].argmax()]) if len(allowed) else -1

@@ -20,12 +20,10 @@ import numpy.typing as npt
 from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import (
     NO_TOKENS,
-    NOTHING_LEFT,
     BatchCandidates,
     Candidates,
     Logits,
     LogitScan,
-    NothingLeft,
     TopKPrefilter,
     apply_chain,
     best,
@@ -39,6 +37,7 @@ MIN_THREADED_LOGITS = 1 << 22
 MIN_THREADED_S = 1e-3
 TINY = 1e-9
 FAILED = "the next token could not be sampled"
+NOTHING_LEFT = "no token is left to sample from"
 _NOTHING = RowResult()
 log = logging.getLogger(__name__)
 
@@ -94,13 +93,14 @@ class LlamaSampler:
             self._recent.append(token)
 
     def sample(self, logits: Logits, candidates: Candidates, mask: TokenMask | None = None) -> int:
-        """Sample an allowed token from a row and accept it. The row is left as it is."""
+        """Sample an allowed token from a row and accept it; -1 where none is left. The row stays as it is."""
         assert self.chain is not None
         adjusted = None
         if self._recent is not None:
             adjusted = np.unique(np.array([*self._recent, *self._biased], np.int32))
         token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)
-        self._accept(token)
+        if token >= 0:
+            self._accept(token)
         return token
 
     def close(self) -> None:
@@ -316,17 +316,18 @@ class BatchSampler:
             return
         if arrays is None:
             return
-        if len(prefilters) == len(narrow):  # no drafts: all at once
-            tokens = self.scan.apply(self._api.llama_sampler_apply, chains, arrays)
-            each_s = (time.perf_counter() - started) / len(narrow)
-            for one, token in zip(narrow, tokens, strict=True):
-                found[one.first] = _sampled(one, token, each_s)
-            return
+        apply, at_once = self._api.llama_sampler_apply, len(prefilters) == len(narrow)
+        tokens = self.scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
         each_s = (time.perf_counter() - started) / len(prefilters)
         first = 0
         for one, chain in zip(narrow, chains, strict=True):  # without penalties: no token is to be accepted
-            own, first = arrays[first : first + one.row.outputs], first + one.row.outputs
-            result = _verify(one, (apply_chain(self._api, chain, array) for array in own))
+            here, first = range(first, first + one.row.outputs), first + one.row.outputs
+            if at_once and tokens[here[0]] >= 0 and not one.row.logprobs:
+                one.sampler.seconds = each_s
+                found[one.first] = RowResult((tokens[here[0]],), sample_s=each_s)
+                continue
+            drawn = (tokens[i] if at_once else apply_chain(apply, chain, arrays[i]) for i in here)
+            result = _verify(one, drawn)
             one.sampler.seconds += each_s
             found[one.first] = result._replace(sample_s=result.sample_s + each_s * one.row.outputs)
 
@@ -349,19 +350,6 @@ class BatchSampler:
         # They ran at the same time: together they took as long as the step had to wait for them.
         overlap = (time.perf_counter() - started) / max(sum(result.sample_s for result in results), TINY)
         return [result._replace(sample_s=overlap * result.sample_s) for result in results]
-
-
-def _sampled(work: _Work, token: int, seconds: float) -> RowResult:
-    """The result of a row whose one token was sampled together with those of others."""
-    work.sampler.seconds = seconds
-    if token < 0:
-        return RowResult(error=NOTHING_LEFT, sample_s=seconds)
-    if not work.row.logprobs:
-        return RowResult((token,), sample_s=seconds)
-    started = time.perf_counter()
-    scores = log_probabilities(work.original[0], token, work.row.logprobs)
-    work.sampler.seconds += time.perf_counter() - started
-    return RowResult((token,), (scores,), sample_s=work.sampler.seconds)
 
 
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
@@ -388,7 +376,7 @@ def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
 
 
 def _draw(work: _Work, candidates: Candidates) -> Iterator[int]:
-    """Sample from each line of a row."""
+    """Sample from each line of a row; -1 where no token is left."""
     sampler, mask = work.sampler, work.row.mask
     for line in work.logits:
         yield best(line, mask) if sampler.chain is None else sampler.sample(line, candidates, mask)
@@ -407,13 +395,13 @@ def _verify(work: _Work, sampled: Iterable[int]) -> RowResult:
     logprobs: list[TokenLogprob] = []
     try:
         for place, token in zip(range(row.outputs), sampled, strict=False):
+            if token < 0:
+                return RowResult(tuple(tokens), tuple(logprobs), error=NOTHING_LEFT)
             tokens.append(token)
             if row.logprobs:
                 logprobs.append(log_probabilities(work.original[place], token, row.logprobs))
             if place < len(drafts) and drafts[place] != token:
                 break
-    except NothingLeft as error:
-        return RowResult(tuple(tokens), tuple(logprobs), error=str(error))
     except Exception:
         log.exception("a row could not be sampled")
         return RowResult(tuple(tokens), tuple(logprobs), error=FAILED)
