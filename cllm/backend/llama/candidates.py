@@ -89,7 +89,7 @@ class LogitScan:
         return [apply_chain(function, chain, arrays[place]) for place, chain in enumerate(chains)]
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
-        """What can survive prefilters that narrow each row, and a few more; None where it may be most of it.
+        """Find what can survive prefilters that narrow each row, and a few more; None where that may be most.
 
         A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that
         at least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows
@@ -115,7 +115,7 @@ class LogitScan:
 
 
 def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[tuple[int, float]]) -> Logits:
-    """What the logits of each row must reach."""
+    """The least logit of each row that can survive."""
     # A lower threshold does, too: of maxima of maxima there are fewer to order.
     coarse = maxima.shape[1] // COARSE
     ordered = maxima
@@ -219,7 +219,7 @@ _SCAN = LogitScan()  # of one row: threads would not pay
 
 
 class TopKPrefilter:
-    """What a chain's first sampler keeps, if a threshold can do that before it, for all rows at once.
+    """A threshold that does for all rows at once, before a chain, what its first sampler would do.
 
     `top_k`: the `top_k` likeliest tokens. `gap`: those within `gap` of the best logit. Neither is set where
     the first sampler looks at every token, so that none may be left out.

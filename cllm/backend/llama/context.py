@@ -255,7 +255,7 @@ class LlamaContext(Owned):
         return self._get_state(seq_id, WHOLE)
 
     def state_bytes(self, seq_id: int) -> int:
-        return int(self.api.llama_state_seq_get_size(self.pointer, seq_id))
+        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
 
     def checkpoint(self, seq_id: int) -> KVState | None:
         """See `ModelRunner.checkpoint`."""
@@ -302,7 +302,7 @@ def _new_state(size: int) -> KVState:
 
 
 def _address(state: KVState) -> Any:
-    """Where the bytes lie; good while `state` is held."""
+    """Address of the bytes; good while `state` is held."""
     return np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 

@@ -286,7 +286,7 @@ class LlamaVocabulary:
             text = text.removeprefix(self.begin_text)  # asked for twice, llama.cpp warns of it
         data = text.encode()
         count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
-        while count < 0:  # so many are needed
+        while count < 0:  # room for -count is needed
             tokens = (ctypes.c_int32 * -count)()
             count = self._api.llama_tokenize(
                 self.pointer, data, len(data), tokens, -count, add_special, parse_special
@@ -319,7 +319,7 @@ class LlamaVocabulary:
         piece = self._pieces.get(token)
         if piece is None:
             count = -64
-            while count < 0:  # so many bytes are needed
+            while count < 0:  # room for -count bytes is needed
                 buffer = ctypes.create_string_buffer(-count)
                 count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
             piece = self._pieces[token] = buffer.raw[:count]

@@ -108,7 +108,7 @@ def offer_module(drivers: Drivers) -> str | None:
 
 
 class Place(NamedTuple):
-    """What lies in one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
+    """The content of one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
 
     name: str
     free: int | None
@@ -176,7 +176,7 @@ class Placement(NamedTuple):
         return [end - start for start, end in pairwise(self.starts)]
 
     def describe(self) -> str:
-        """Which layers lie where."""
+        """The layers of each device."""
         if not self.gpu_layers:
             names = ", ".join(f"{device.name} ({mib(device.free)} free)" for device in self.devices)
             return f"all {self.total} layers on the CPU" + (f", none on {names}" if names else "")

@@ -59,7 +59,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class ProbeRecord(msgspec.Struct, frozen=True):
-    """What a probe found, as it is kept: the number of the settings that passed."""
+    """The result of a probe as it is kept: the number of the settings that passed."""
 
     chosen: Annotated[int, msgspec.Meta(ge=0)]
 
