@@ -195,7 +195,7 @@ class ModelRunner(Protocol):
         """
 
     def settle(self, seq_id: int) -> bool:
-        """Make a sequence that was cut fit to be left alone while others are computed. False if it is lost."""
+        """Make a sequence that was cut safe to leave alone in later steps. False if it is lost."""
         return True
 
     def copy(self, source: int, target: int, length: int) -> int:

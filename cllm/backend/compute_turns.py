@@ -159,8 +159,3 @@ class ComputeTurns:
         if (following := self._next_waiting()) >= 0:
             with contextlib.suppress(OSError):  # it has ended, or has been woken already
                 self._socket.sendto(b"\0", socket.MSG_DONTWAIT, self._address(following))
-
-    def close(self) -> None:
-        """Take part no more; for tests, since a process does so to its end."""
-        self._socket.close()
-        os.close(self._file)

@@ -86,14 +86,17 @@ def test_the_prefilter_changes_no_choice(sampling: dict[str, Any], spread: float
     api.llama_sampler_free(without)
 
 
-@pytest.mark.parametrize("scans", ["numpy", "native"])
+@pytest.mark.parametrize("times", [1, 12])  # with many, chains run on several threads
+@pytest.mark.parametrize("threads", [0, 4])
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_rows_prefiltered_together_choose_what_each_chooses_alone(spread: float, scans: str) -> None:
+def test_rows_prefiltered_together_choose_what_each_chooses_alone(
+    spread: float, threads: int, times: int
+) -> None:
     api = load().api
     params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
-    params = [each for each in params if TopKPrefilter(each).narrows(SIZE)]
-    assert len(params) == len(CUTTING) - 1
-    scan = make_logit_scan(2) if scans == "native" else LogitScan()
+    params = [each for each in params if TopKPrefilter(each).narrows(SIZE)] * times
+    assert len(params) == times * (len(CUTTING) - 1)
+    scan = make_logit_scan(threads) if threads else LogitScan()
     alone, together = Candidates(api, SIZE), BatchCandidates(api, scan)
     nothing_cut = TopKPrefilter(SamplingParams(temperature=0))
     chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
@@ -105,11 +108,9 @@ def test_rows_prefiltered_together_choose_what_each_chooses_alone(spread: float,
         if arrays is None:
             assert spread < 1  # where all are alike, nearly all reach any threshold
             return
-        expected = [
-            alone.sample(one, row.copy(), nothing_cut) for (one, _), row in zip(chains, logits, strict=True)
-        ]
-        others = [other for _, other in chains]
-        assert scan.apply(api.llama_sampler_apply, others, arrays) == expected
+        pairs = zip(chains, logits, strict=True)
+        expected = [alone.sample(one, row.copy(), nothing_cut) for (one, _), row in pairs]
+        assert scan.apply(api.llama_sampler_apply, [other for _, other in chains], arrays) == expected
     scan.close()
     for pair in chains:
         for chain in pair:
@@ -121,25 +122,6 @@ def test_c_and_llama_cpp_mean_the_same_by_an_array_of_candidates() -> None:
     assert isinstance(scan, NativeLogitScan)
     assert scan._api.cllm_candidates_size() == ctypes.sizeof(load().api.llama_token_data_array)
     scan.close()
-
-
-def test_chains_on_several_threads_choose_what_they_choose_alone() -> None:
-    api = load().api
-    params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=number) for number in range(64)]
-    scans, cuts = (LogitScan(), make_logit_scan(4)), [TopKPrefilter(each) for each in params]
-    together = [BatchCandidates(api, scan) for scan in scans]
-    chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
-    for seed in range(20):
-        logits = rows(seed, len(params), 3.0)
-        found = [
-            each.apply(api.llama_sampler_apply, several, candidates.fill(logits, cuts))
-            for each, candidates, several in zip(scans, together, zip(*chains, strict=True), strict=True)
-        ]
-        assert found[0] == found[1]
-    scans[1].close()
-    for pair in chains:
-        for chain in pair:
-            api.llama_sampler_free(chain)
 
 
 def mask_of(kind: str, seed: int) -> TokenMask | None:

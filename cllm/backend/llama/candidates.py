@@ -207,9 +207,9 @@ class NativeLogitScan(LogitScan):
         return max(1, min(self._threads, size // self._part)) if size > ALONE else 1
 
 
-def make_logit_scan(threads: int, part: int = PART, library: Path | None = None) -> LogitScan:
+def make_logit_scan(threads: int, part: int = PART) -> LogitScan:
     """The fast one, where `cllm build` has compiled it or the library comes with it."""
-    for path in (library,) if library is not None else (library_path(), find() / NAME):
+    for path in (library_path(), find() / NAME):
         with suppress(OSError):
             return NativeLogitScan(path, threads, part)
     return LogitScan()
