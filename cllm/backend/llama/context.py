@@ -56,6 +56,25 @@ def get_status(code: int) -> StepStatus:
     return _STATUSES.get(code, StepStatus.FAILED)
 
 
+def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None) -> Any:
+    params = api.llama_context_default_params()
+    slots = slot_count(config)
+    cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
+    params.n_ctx = cells * slots // config.parallel
+    params.n_seq_max = slots
+    # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
+    params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
+    params.n_outputs_max = outputs or max_outputs(config, slots, model.vocabulary.size)
+    params.flash_attn_type = int(config.flash_attention)
+    params.kv_unified = config.unified_kv
+    params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
+    params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
+    params.swa_full = False
+    params.n_rs_seq = config.draft_rollback if model.recurrent else 0
+    params.no_perf = True
+    return params
+
+
 class LlamaContext(Owned):
     """Owns a `llama_context` and the threads that work for it."""
 
@@ -70,23 +89,9 @@ class LlamaContext(Owned):
     ) -> None:
         """`outputs` replaces `max_outputs`."""
         api = library.api
-        workers = Workers(library, config, deferred_frees)
-        params = api.llama_context_default_params()
-        slots = slot_count(config)
-        cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
-        params.n_ctx = cells * slots // config.parallel
-        params.n_seq_max = slots
-        # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
-        params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
-        params.n_outputs_max = outputs or max_outputs(config, slots, model.vocabulary.size)
+        params = _make_params(api, model, config, outputs)
+        self.workers = workers = Workers(library, config, deferred_frees)
         params.n_threads = params.n_threads_batch = workers.threads
-        params.flash_attn_type = int(config.flash_attention)
-        params.kv_unified = config.unified_kv
-        params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
-        params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
-        params.swa_full = False
-        params.n_rs_seq = config.draft_rollback if model.recurrent else 0
-        params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
             raise NotEnoughMemory(
@@ -98,15 +103,14 @@ class LlamaContext(Owned):
         self.memory = api.llama_get_memory(pointer)
         # Encoders (and diffusion models) look at all tokens at once and remember none.
         self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
-        self.limits = self._read_limits(model, config, request_share(int(params.n_ctx), slots))
+        self.limits = self._read_limits(model, config, request_share(int(params.n_ctx), slot_count(config)))
         self._recurrent, self._sliding_window = model.recurrent, model.sliding_window
         self._snapshots: dict[int, int] = {}  # by id: tokens of its last decode that can be taken back
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._batch = NativeBatch(api, self.limits.batch_tokens, slots)
+        self._batch = NativeBatch(api, self.limits.batch_tokens, self.limits.sequences)
         self._decode_started = 0.0
-        self.workers = workers
         workers.work_for(pointer)
         # llama.cpp's abort callback is called at every node of a graph, thousands of times a step; in Python
         # each call would take the GIL. So it is the C library's `strlen` of a text of no or one character.
@@ -284,11 +288,6 @@ class LlamaContext(Owned):
         return False
 
 
-_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-
-
 def _new_state(size: int) -> KVState:
     """Memory for a state: pages of its own, which are the system's again when it is freed.
 
@@ -298,7 +297,7 @@ def _new_state(size: int) -> KVState:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
         with suppress(OSError):  # too many mappings
             return memoryview(mmap.mmap(-1, size, flags=flags))
-    return _new_bytes(None, size)  # type: ignore[no-any-return]
+    return memoryview(bytearray(size))
 
 
 def _address(state: KVState) -> Any:
