@@ -51,7 +51,7 @@ sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]], env=environment()).
 """
 LOADED = """
 from cllm.backend.llama.library import load
-from cllm.backend.llama.variant import loaded_variant
+from cllm.backend.llama.probe import loaded_variant
 from cllm.models.store import embedded_model
 print(load().directory, loaded_variant(), embedded_model(), sep="\\n")
 """

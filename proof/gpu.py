@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from cllm.backend.llama.context import LlamaContext
-from cllm.backend.llama.devices import list_devices
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, find, load, modules_for
 from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.placement import list_devices
 from cllm.backend.llama.probe import run_probe
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.module import Module
@@ -182,7 +182,7 @@ def test_the_engine_alone_loads_the_module(
         server.stop()
 
 
-@pytest.mark.parametrize("process", ["llama.probe", "llama.devices"])
+@pytest.mark.parametrize("process", ["llama.probe", "llama.placement"])
 def test_a_module_that_aborts_leads_to_the_cpu_with_one_warning(
     module: Module, models: dict[str, Path], start: StartServer, cache: Path, process: str
 ) -> None:

@@ -55,7 +55,7 @@ EMULATED = """
 import sys
 from cllm.backend.llama.library import load
 from cllm.backend.llama.probe import _main
-from cllm.backend.llama.variant import loaded_variant
+from cllm.backend.llama.probe import loaded_variant
 code = _main()
 print(loaded_variant())
 sys.exit(code)

@@ -75,7 +75,7 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     for owner, name in (*watched, (core, "_report"), (runner, "submit"), (runner.batch_sampler, "sample")):
         times.watch(owner, name, name.strip("_"))
     times.watch(runner, "_wait", "sync")
-    times.between((runner, "_wait"), (runner._context, "decode"), "gap")
+    times.between((runner, "_wait"), (runner.workers, "work_for"), "gap")
     size = runner.vocabulary.size
     sampling = SamplingParams(temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True)
     running = core.scheduler.running

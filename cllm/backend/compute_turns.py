@@ -22,11 +22,11 @@ from functools import cache
 log = logging.getLogger(__name__)
 VARIABLE = "CLLM_COMPUTE_TURNS"  # the file's path, for the engines of a server
 MAX_ENGINES = 64
-LOOK_S = 0.05  # a waiting engine looks by itself so often
+LOOK_S = 0.05  # between two looks of a waiting engine
 MAX_WAIT_S = 2.0  # then it computes without the turn: the engine that has it may be stopped
-IDLE_S = 0.1  # an engine that paused for so long has no claim to the time it did not use
+IDLE_S = 0.1  # an engine that paused longer has no claim to the time it did not use
 MAX_CLAIM_S = 0.1  # of one that waited: more would be several steps in a row, a gap in the others' streams
-CONTENDED_S = 2.0  # others count as computing for so long after they did
+CONTENDED_S = 2.0  # others count as computing until then after they did
 _CPU_S, _VIRTUAL_S, _COUNT, _FIRST = 0, 1, 2, 3  # cells of the file, each a double
 _USED_S, _WAITS, _SEEN_S, _CELLS = 0, 1, 2, 3  # of each engine; when it last began or ended a step
 
@@ -95,7 +95,7 @@ class ComputeTurns:
 
     @property
     def contended(self) -> bool:
-        """Whether another engine computes, too, or did a moment ago."""
+        """True if another engine computes, too, or did a moment ago."""
         since = time.monotonic() - CONTENDED_S
         numbers = (number for number in range(int(self._cells[_COUNT])) if number != self._number)
         return any(self._cells[_FIRST + _CELLS * number + _SEEN_S] > since for number in numbers)
@@ -114,7 +114,7 @@ class ComputeTurns:
         self._started = time.perf_counter()
 
     def _next_waiting(self, limit_s: float = float("inf")) -> int:
-        """The waiting engine with the least compute time below the limit; -1: none."""
+        """The waiting engine with the least compute time below the limit; -1 if there is none."""
         cells, found = self._cells, -1
         for number in range(int(cells[_COUNT])):
             at = _FIRST + _CELLS * number
@@ -159,8 +159,3 @@ class ComputeTurns:
         if (following := self._next_waiting()) >= 0:
             with contextlib.suppress(OSError):  # it has ended, or has been woken already
                 self._socket.sendto(b"\0", socket.MSG_DONTWAIT, self._address(following))
-
-    def close(self) -> None:
-        """Take part no more; for tests, since a process does so to its end."""
-        self._socket.close()
-        os.close(self._file)

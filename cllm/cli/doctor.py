@@ -14,12 +14,11 @@ from rich.table import Table
 
 from cllm import __version__
 from cllm.backend.llama import library
-from cllm.backend.llama.devices import list_devices, offer_module
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, embedded_model
-from cllm.backend.llama.probe import run_probe, settings_to_try
+from cllm.backend.llama.placement import list_devices, offer_module
+from cllm.backend.llama.probe import loaded_variant, run_probe, settings_to_try, unused_features
 from cllm.backend.llama.threads import default_threads
-from cllm.backend.llama.variant import loaded_variant, unused_features
 from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine

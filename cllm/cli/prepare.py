@@ -63,9 +63,9 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
 
     def run(self) -> Prepared:
         """In the process itself. Raises SetupError."""
-        from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import MemoryFit
+        from cllm.backend.llama.placement import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
 
@@ -84,9 +84,9 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
 
     def _choose_room(self) -> None:
         """From here on memory is that of the first room that suffices, else of the largest."""
-        from cllm.backend.llama.devices import wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import ROOM, MemoryFit, list_free_devices
+        from cllm.backend.llama.placement import wants_gpu
         from cllm.models.resolve import resolve
 
         header = GgufHeader(resolve(self.asked.model, offline=self.asked.offline))
@@ -99,9 +99,9 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
 
 def describe(ready: EngineConfig) -> Prepared:
     """Settings with the memory that they take, at its largest, and the state of their files."""
-    from cllm.backend.llama.devices import list_devices, wants_gpu
     from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
+    from cllm.backend.llama.placement import list_devices, wants_gpu
 
     header = GgufHeader(Path(ready.model))
     fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())

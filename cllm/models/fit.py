@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cllm.backend.llama.devices import list_devices
 from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.placement import list_devices
 from cllm.config import EngineConfig
 from cllm.models.files import ModelFiles, format_size
 

@@ -44,8 +44,8 @@ def survey(models: Sequence[ModelConfig], common: ModelConfig, *, all_models: bo
     `common` are the settings of models that have none of their own. With `all_models`, those of the list
     follow, without those that cannot be read.
     """
-    from cllm.backend.llama.devices import list_devices, wants_gpu
     from cllm.backend.llama.memory import available_memory
+    from cllm.backend.llama.placement import list_devices, wants_gpu
 
     found: dict[Path, SurveyedModel] = {}
     taken: set[str] = {model.name.lower() for model in models if model.name}

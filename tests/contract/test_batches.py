@@ -135,7 +135,7 @@ def test_limits_are_read_from_the_context(kind: Kind, opened: Opened) -> None:
     assert (limits.sequences, limits.cells, limits.batch_tokens) == (3, 1536, 64)
     assert limits.sequence_cells == (1536 if kind.unified else 512)
     assert limits.request_tokens == 512, "the layout must not decide who gets a 400"
-    assert native(runner)._context.ubatch_tokens == 64
+    assert native(runner).api.llama_n_ubatch(native(runner).pointer) == 64
     assert runner.info.recurrent is kind.recurrent
     assert runner.info.sliding_window == (64 if kind.model == "sliding" else 0)
     assert runner.info.vocabulary_size == runner.vocabulary.size == 512

@@ -274,7 +274,7 @@ def test_an_aborted_batch_leaves_the_memory_empty_and_the_next_right(name: str, 
     assert runner._embedding is not None
     good, other = inputs_for(name, 60, 30)
     before = embed(runner, good)[0]
-    api, pointer = runner._api, runner._embedding.pointer
+    api, pointer = runner.api, runner._embedding.pointer
     nodes = iter(range(1000))
     stop = api.ggml_abort_callback(lambda _: next(nodes) >= 20)
     api.llama_set_abort_callback(pointer, stop, None)

@@ -251,7 +251,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_set_abort_callback": (None, c_void_p, ggml_abort_callback, c_void_p),
     "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_state_seq_get_data_ext": (c_size_t, c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32),
-    "llama_state_seq_get_size": (c_size_t, c_void_p, c_int32),
     "llama_state_seq_get_size_ext": (c_size_t, c_void_p, c_int32, c_uint32),
     "llama_state_seq_set_data_ext": (c_size_t, c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32),
     "llama_supports_gpu_offload": (c_bool,),

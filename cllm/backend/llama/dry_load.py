@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
-from cllm.backend.llama.devices import wants_gpu
 from cllm.backend.llama.library import LIBRARY_SUFFIX, DeferredFrees, Library, exit_reason, find, load
+from cllm.backend.llama.placement import wants_gpu
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, LibraryError, NotEnoughMemory, from_code
 from cllm.types import Failure

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, NativeBatch, get_status
+from cllm.backend.llama.context import NativeBatch, get_status
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
@@ -22,7 +22,6 @@ from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling
 
-ROWS = 32  # inputs per step
 # Flash attention on a CPU sums in 16 bits and differently at each batch size: the embeddings of a text alone
 # and in a batch had a cosine of 0.996 (0.999999 without). So it is used only above this size of attention.
 EXACT_BYTES = 1 << 30
@@ -35,23 +34,6 @@ _POOLING = {
 }  # llama_pooling_type
 
 Vector = npt.NDArray[np.float32]
-
-
-def embed_limits(
-    model: LlamaModel, config: EngineConfig, request_tokens: int, *, generates: bool
-) -> EmbedLimits:
-    """Limits of one embedding step; `request_tokens` is the limit of a generation.
-
-    Only causal attention can be cut into chunks: in an encoder every token attends to all others.
-    """
-    default = request_tokens if generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
-    tokens = min(config.embed_tokens or default, model.context_train)
-    return EmbedLimits(
-        tokens=tokens,
-        batch_tokens=min(config.batch_tokens, tokens),
-        rows=ROWS,
-        chunked=generates and model.causal,
-    )
 
 
 class EmbeddingContext(Owned):
@@ -112,13 +94,12 @@ class EmbeddingContext(Owned):
             if code == 0:
                 self._api.llama_synchronize(self.pointer)
             compute_s = time.perf_counter() - started
-            status = get_status(code)
-            if status is not StepStatus.DONE:
-                return StepResult(status, code=code, compute_s=compute_s)
+            if code != 0:
+                return StepResult(get_status(code), code=code, compute_s=compute_s)
             ends = accumulate(len(row.tokens) for row in batch.rows)
             results = tuple(self._result(row, end) for row, end in zip(batch.rows, ends, strict=True))
             keep = not batch.rows[0].outputs
-            return StepResult(status, results, ubatches=1, compute_s=compute_s)
+            return StepResult(StepStatus.DONE, results, ubatches=1, compute_s=compute_s)
         finally:
             if not keep:
                 self.reset()

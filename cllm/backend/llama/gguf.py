@@ -164,13 +164,6 @@ class GgufHeader:
             value = max(value, default=default)
         return int(value) if isinstance(value, int | float) else default
 
-    def of_layer(self, name: str, layer: int, default: int = 0) -> int:
-        """An integer of the architecture's metadata for one layer, from a list of one for each or for all."""
-        value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, list):
-            value = value[layer] if layer < len(value) else default
-        return int(value) if isinstance(value, int | float) else default
-
     @property
     def context_train(self) -> int:
         return self.number("context_length", 4096)
@@ -189,7 +182,7 @@ class GgufHeader:
 
     @property
     def ranks(self) -> bool:
-        """Whether it has a classification head, so is a reranker."""
+        """True with a classification head, so for a reranker."""
         return any(tensor.name.startswith("cls.") for tensor in self.tensors)
 
 

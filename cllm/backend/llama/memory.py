@@ -13,11 +13,19 @@ from typing import NamedTuple
 import msgspec
 
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share, used_outputs
-from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.draft_model import draft_config
 from cllm.backend.llama.dry_load import HOST, DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.placement import DEVICE_RESERVE, Place, Placement, Placer, asked_layers, mib
+from cllm.backend.llama.placement import (
+    DEVICE_RESERVE,
+    Device,
+    Place,
+    Placement,
+    Placer,
+    asked_layers,
+    list_devices,
+    mib,
+)
 from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import resolve
@@ -213,7 +221,7 @@ class MemoryFit:
         return max(CELL_BLOCK, request_share(tokens, 1))
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
-        """The most cells that so many slots can have each, in whole blocks."""
+        """The most cells that each of `parallel` slots can have, in whole blocks."""
         blocks = range(1, self._longest // CELL_BLOCK + 1)
         affordable = bisect(
             blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK, placement)
@@ -221,7 +229,7 @@ class MemoryFit:
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
     def _is_affordable(self, parallel: int, share: int, placement: Placement) -> bool:
-        """Whether KV takes at most half of what the rest leaves free, everywhere."""
+        """True if KV takes at most half of what the rest leaves free, everywhere."""
         with suppress(NotEnoughMemory):
             return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
         return False
@@ -233,7 +241,7 @@ class MemoryFit:
         return False
 
     def _sum_up(self, parallel: int, share: int, placement: Placement) -> tuple[Place, ...]:
-        """What the host has to hold, and each GPU: llama.cpp's sums, and what it does not count."""
+        """Memory of the host and of each GPU: llama.cpp's sums, and what it does not count."""
         header = self._header
         config = msgspec.structs.replace(
             self._config,
@@ -268,7 +276,7 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the needed part fits, on each device; the rest uses what is left."""
+        """True if the needed part fits, on each device; the rest uses what is left."""
         return all(place.fits for place in self.places)
 
     def ready(self, config: EngineConfig) -> EngineConfig:
@@ -287,7 +295,7 @@ class MemoryFit:
         )
 
     def hint(self) -> str:
-        """What to try where it does not fit."""
+        """Advice where it does not fit."""
         if any(not place.fits for place in self.places[1:]):
             return "try --gpu-layers auto, or fewer"
         if self._config.ctx_size or self._config.parallel > 1 or self._config.slots > 1:
@@ -306,7 +314,7 @@ class MemoryFit:
         )
 
     def describe_placement(self) -> str:
-        """Which layers lie where, and what each device holds then."""
+        """The layers of each device, and what it holds then."""
         return f"{self.placement.describe()}: {self.describe()}"
 
     def describe_context(self) -> str:

@@ -70,6 +70,29 @@ def _without_vocabulary(header: GgufHeader) -> Any:
     return ctypes.create_string_buffer(data, len(data) * 3 // 2)  # an empty one is the end
 
 
+def _load(api: Any, path: Path, params: Any, progress: Callable[[float], None] | None) -> Any:
+    """Load a file. What `progress` raises ends the loading and is raised here."""
+    raised: list[BaseException] = []
+
+    def on_progress(fraction: float, _: Any) -> bool:
+        try:
+            if progress is not None:
+                progress(fraction)
+        except BaseException as error:  # it cannot pass through native code
+            raised.append(error)
+        return not raised
+
+    params.progress_callback = api.llama_progress_callback(on_progress)
+    pointer = api.llama_model_load_from_file(str(path).encode(), params)
+    if raised:
+        if pointer:
+            api.llama_model_free(pointer)
+        raise raised[0]
+    if not pointer:
+        raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
+    return pointer
+
+
 class LlamaModel(Owned):
     """Owns a `llama_model`. `vocabulary_only` loads no weights: for the tokenizer worker."""
 
@@ -96,27 +119,9 @@ class LlamaModel(Owned):
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
         placed = _place(library, config, params, vocabulary_only=vocabulary_only)
-        raised: list[BaseException] = []
-
-        def on_progress(fraction: float, _: Any) -> bool:
-            try:
-                if progress is not None:
-                    progress(fraction)
-            except BaseException as error:  # it cannot pass through native code
-                raised.append(error)
-            return not raised
-
-        callback = api.llama_progress_callback(on_progress)
-        params.progress_callback = callback
         path = Path(config.model)
-        pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        pointer = _load(api, path, params, progress)
         del placed  # llama.cpp reads it while it loads
-        if raised:
-            if pointer:
-                api.llama_model_free(pointer)
-            raise raised[0]
-        if not pointer:
-            raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
         self.file = path.name
@@ -281,7 +286,7 @@ class LlamaVocabulary:
             text = text.removeprefix(self.begin_text)  # asked for twice, llama.cpp warns of it
         data = text.encode()
         count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
-        while count < 0:  # so many are needed
+        while count < 0:  # room for -count is needed
             tokens = (ctypes.c_int32 * -count)()
             count = self._api.llama_tokenize(
                 self.pointer, data, len(data), tokens, -count, add_special, parse_special
@@ -314,7 +319,7 @@ class LlamaVocabulary:
         piece = self._pieces.get(token)
         if piece is None:
             count = -64
-            while count < 0:  # so many bytes are needed
+            while count < 0:  # room for -count bytes is needed
                 buffer = ctypes.create_string_buffer(-count)
                 count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
             piece = self._pieces[token] = buffer.raw[:count]

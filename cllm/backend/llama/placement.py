@@ -1,4 +1,4 @@
-"""Placement: which layers lie on which GPU, and what each memory has to hold.
+"""Placement: the GPUs here, which layers lie on which of them, and what each memory has to hold.
 
 llama.cpp gives the last layers to the GPUs and leaves the first ones with the CPU. The output counts as one
 layer more, after the last. Several GPUs get consecutive layers, each its part of them. The same is computed
@@ -7,18 +7,31 @@ here.
 
 from __future__ import annotations
 
+import ctypes
+import json
+import logging
+import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cllm.backend.llama.devices import Device
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.library import exit_reason, find, load, may_use_gpu, modules_for, takes_modules
+from cllm.build.gpus import Drivers
+from cllm.build.module import choose_backend, choose_module, describe_time
 from cllm.config import EngineConfig
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, LibraryError
 
+log = logging.getLogger(__name__)
+_LIMIT_S = 60
+_GPU, _INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 _MIB = 1 << 20
 # Of each GPU, beside what is counted: scratch memory of kernels (their pool and cuBLAS's), what the driver
 # adds to a context under work, and fragments. A kernel that gets no memory ends the process.
@@ -33,18 +46,69 @@ def experts_pattern(layers: int) -> str:
 
 
 def asked_layers(config: EngineConfig) -> int | None:
-    """The layers that `gpu_layers` asks for; None: as many as fit."""
+    """The layers that `gpu_layers` asks for; None stands for as many as fit."""
     if config.gpu_layers == "auto":
         return None
     return ALL_LAYERS if config.gpu_layers in ("all", -1) else int(config.gpu_layers)
+
+
+def wants_gpu(config: EngineConfig) -> bool:
+    """True if layers may be put on a GPU; otherwise no module is loaded and no driver asked."""
+    return asked_layers(config) != 0
 
 
 def mib(size: int) -> str:
     return f"{size // _MIB} MiB"
 
 
+class Device(NamedTuple):
+    """A GPU. Memory is in bytes; that of an `integrated` one is the host's."""
+
+    name: str  # CUDA0
+    description: str  # NVIDIA H200
+    free: int
+    total: int
+    integrated: bool
+
+
+@cache
+def list_devices() -> tuple[Device, ...]:
+    """The GPUs that the native library can use with its module; none without a library.
+
+    They are asked for in a process that may die of it, and takes its memory along; once in a process's life.
+    """
+    with suppress(LibraryError):
+        return ask_library() if may_use_gpu() else ()
+    return ()
+
+
+def ask_library() -> tuple[Device, ...]:
+    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
+    command = [sys.executable, "-m", "cllm.backend.llama.placement"]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, env=environment)
+        if done.returncode == 0:
+            return tuple(Device(*device) for device in json.loads(done.stdout))
+        reason = exit_reason(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not finish within {_LIMIT_S} s"
+    log.warning("no GPU is used, since the library could not list them: %s; `cllm doctor` says more", reason)
+    return ()
+
+
+def offer_module(drivers: Drivers) -> str | None:
+    """An offer to build a module for a GPU that its driver reports; None where it is there or of no use."""
+    folder, backend = find(), choose_backend("auto", drivers)
+    built = choose_module(modules_for(folder), drivers)
+    if backend is None or built is not None or not takes_modules(folder) or list_devices():
+        return None
+    gpu, *_ = drivers.of(backend)
+    return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"
+
+
 class Place(NamedTuple):
-    """What lies in one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
+    """The content of one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
 
     name: str
     free: int | None
@@ -65,7 +129,7 @@ class Place(NamedTuple):
 
     @property
     def is_roomy(self) -> bool:
-        """Whether KV takes at most half of what the rest leaves free."""
+        """True if KV takes at most half of what the rest leaves free."""
         return self.free is None or self.needed + self.kv <= self.free
 
     def describe(self) -> str:
@@ -103,7 +167,7 @@ class Placement(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether GPUs compute everything."""
+        """True if GPUs compute everything."""
         return not self.cpu_layers and not self.host_experts
 
     @property
@@ -112,7 +176,7 @@ class Placement(NamedTuple):
         return [end - start for start, end in pairwise(self.starts)]
 
     def describe(self) -> str:
-        """Which layers lie where."""
+        """The layers of each device."""
         if not self.gpu_layers:
             names = ", ".join(f"{device.name} ({mib(device.free)} free)" for device in self.devices)
             return f"all {self.total} layers on the CPU" + (f", none on {names}" if names else "")
@@ -141,7 +205,7 @@ class Placer:
         self._edges = edges / edges[-1] if len(edges) else edges
 
     def place(self, gpu_layers: int) -> Placement:
-        """So many layers on the GPUs, the last ones, as llama.cpp distributes them."""
+        """Put the last `gpu_layers` layers on the GPUs, as llama.cpp distributes them."""
         count = min(gpu_layers, self.total) if self.devices else 0
         start = self.total - count
         parts = np.arange(count, dtype=np.float32) / np.float32(max(1, count))
@@ -193,3 +257,33 @@ def _choose_parts(config: EngineConfig, devices: Sequence[Device]) -> list[float
         return given + [0.0] * (len(devices) - len(given))
     found = [float(max(0, device.free - DEVICE_RESERVE) // _MIB) for device in devices]
     return found if any(found) else [1.0] * len(devices)
+
+
+def _read_devices() -> Iterator[Device]:
+    """In the process itself."""
+    api = load(gpu=True).api
+    for index in range(api.ggml_backend_dev_count()):
+        device = api.ggml_backend_dev_get(index)
+        kind = api.ggml_backend_dev_type(device)
+        if kind in (_GPU, _INTEGRATED_GPU):
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            api.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            name, description = (
+                read(device).decode("utf-8", "replace")
+                for read in (api.ggml_backend_dev_name, api.ggml_backend_dev_description)
+            )
+            yield Device(name, description, free.value, total.value, kind == _INTEGRATED_GPU)
+
+
+def main() -> int:
+    """Print the devices as JSON, or why there are none on standard error."""
+    try:
+        print(json.dumps(list(_read_devices())))
+    except LibraryError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,19 +6,20 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from cllm.backend.llama.devices import list_devices, wants_gpu
 from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import exit_reason, find, may_use_gpu
 from cllm.backend.llama.memory import prepare
+from cllm.backend.llama.placement import list_devices, wants_gpu
 from cllm.build.build import cache_directory, write_record
 from cllm.build.module import find_modules
 from cllm.config import EngineConfig
@@ -29,6 +30,24 @@ PROBE_LIMIT_S = 600.0
 PROBE_TOKENS = 4
 WRONG_SETTINGS = "configuration:"
 WITHOUT_GPU = "without the GPU (--gpu-layers 0)"
+# What ggml has kernels for, as the system names it, and as ggml does.
+_KERNELS = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "avx_vnni": "AVX_VNNI",
+    "avx512f": "AVX512",
+    "avx512vbmi": "AVX512_VBMI",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+    "amx_int8": "AMX_INT8",
+    "bmi2": "BMI2",
+    "f16c": "F16C",
+    "fma": "FMA",
+    "asimddp": "DOTPROD",
+    "asimdhp": "FP16_VA",
+    "i8mm": "MATMUL_INT8",
+    "sve": "SVE",
+}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -40,7 +59,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class ProbeRecord(msgspec.Struct, frozen=True):
-    """What a probe found, as it is kept: the number of the settings that passed."""
+    """The result of a probe as it is kept: the number of the settings that passed."""
 
     chosen: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -157,6 +176,21 @@ def _record_path(config: EngineConfig) -> Path:
         fingerprint += [(device.name, device.description, device.total) for device in list_devices()]
     digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
+
+
+def loaded_variant(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The CPU variant of the library in this process; None where it has none or the system does not say."""
+    try:
+        found = re.search(r"/libggml-cpu-(\S+)\.so$", maps.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def unused_features(features: Collection[str], system_info: str) -> list[str]:
+    """The features of this CPU that ggml has kernels for and the library was not compiled for."""
+    used = set(re.findall(r"\b(\w+) = ", system_info))
+    return [name for name, kernel in _KERNELS.items() if name in features and kernel not in used]
 
 
 def _main() -> int:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def usable_cores() -> frozenset[int] | None:
 
 
 def core_quota(control_group: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time the control group allows; None: no limit."""
+    """Cores' worth of time the control group allows; None where it sets no limit."""
     try:
         quota, period = (control_group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -57,10 +58,9 @@ def default_threads() -> int:
     return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
-def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """CPU times from the system; None where there are none, or where they cover more than our cores."""
-    cores = usable_cores()
-    if cores is None or core_quota() is not None:
+def read_cpu_times(cores: frozenset[int], stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """CPU times of our cores from the system; None where there are none."""
+    if not cores:
         return None
     ticks = 0
     try:
@@ -89,7 +89,7 @@ class ThreadGovernor:
         self,
         max_threads: int,
         cores: int,
-        read: Callable[[], CpuTimes | None] = read_cpu_times,
+        read: Callable[[], CpuTimes | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.threads = self._max_threads = max_threads
@@ -138,8 +138,11 @@ class Workers:
         self._deferred_frees = deferred_frees
         cores = default_threads()
         self.threads = config.threads or min(config.max_threads or cores, cores)
+        # The system's times cover more than our part of the cores where there is a quota.
+        measured = (core_quota() is None and usable_cores()) or frozenset()
+        read = partial(read_cpu_times, measured)
         # An explicit number is kept; the default adapts to other programs.
-        self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
+        self.governor = None if config.threads else ThreadGovernor(self.threads, cores, read)
         self._pools: dict[int, Owned] = {}
         self._attached: dict[Any, int] = {}  # by context: its number of threads
 

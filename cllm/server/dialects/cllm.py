@@ -20,7 +20,7 @@ from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode
 from cllm.server.dialects.openai.bodies import Stops, list_stops
 from cllm.server.generation import GenerationBody
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
 from cllm.text.prompt import RawText
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Request, Usage
@@ -225,8 +225,6 @@ async def generate(body: GenerateBody, http: HttpRequest) -> Response:
     request = await _make_request(engine, body, http)
     stream = engine.submit(request, AsyncOutputStream)
     collected = await collect(engine, [stream], http)
-    if collected is None:
-        return Response(status_code=GONE)
     outputs, seconds = collected[0], time.perf_counter() - started
     last = outputs[-1]
     assert last.usage is not None and last.finish_reason is not None

@@ -31,7 +31,7 @@ from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import (
     check_tokens,
     find_model,
@@ -341,8 +341,6 @@ async def complete(
     if body.stream:
         return EventStream(engine, streams, call.events(engine, streams))
     collected = await collect(engine, streams, http)
-    if collected is None:
-        return Response(status_code=GONE)
     found = [
         call.whole(index, stream, outputs)
         for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))

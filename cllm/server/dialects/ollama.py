@@ -29,7 +29,7 @@ from cllm.server.dialects.openai.bodies import list_stops
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
 from cllm.server.middleware import check_operator
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
 from cllm.text.embeddings import RAW, to_vector
@@ -167,8 +167,6 @@ async def _answer(http: HttpRequest, body: shapes.OllamaAnswerBody, *, asked: bo
             engine, [stream], renderer.lines(reply, stream, count), encode_line(renderer.make())
         )
     outputs = await collect(engine, [stream], http)
-    if outputs is None:
-        return Response(status_code=GONE)
     for output in outputs[0]:
         reply.add(output)
     return StructResponse(renderer.whole(reply, stream, count))
@@ -245,8 +243,8 @@ async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> Respon
 
 async def _embed(
     engine: EngineClient, texts: Sequence[str], field: str, http: HttpRequest, *, truncate: bool
-) -> tuple[Sequence[bytes], int] | None:
-    """The embeddings of texts, and how many tokens these have; None if the client disconnected."""
+) -> tuple[Sequence[bytes], int]:
+    """The embeddings of texts, and how many tokens these have."""
     info, limits = loaded(engine)
     embedding_length(engine)  # no reranker
     if info.pooling is Pooling.NONE:
@@ -257,7 +255,7 @@ async def _embed(
     if truncate and limit:  # the last token may be a closing one, which the model was trained to see
         lists = tuple(each if len(each) <= limit else (*each[: limit - 1], each[-1]) for each in lists)
     found = await embed(engine, lists, http)
-    return None if found is None else (found[0], found[1].prompt_tokens)
+    return found[0], found[1].prompt_tokens
 
 
 @ollama.post("/api/embed", shapes.EMBED_EXAMPLE, computes=True)
@@ -274,8 +272,6 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> Respon
     count = 0
     if texts := body.texts:
         found = await _embed(engine, texts, "input", http, truncate=body.truncate)
-        if found is None:
-            return Response(status_code=GONE)
         vectors = await encode_entries(to_vector(data, body.dimensions).tolist() for data in found[0])
         count = found[1]
     duration = int(1e9 * (time.perf_counter() - began))
@@ -293,8 +289,6 @@ async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> Re
     if not body.prompt:
         return StructResponse(shapes.OldEmbedAnswer([]))
     found = await _embed(engine, [body.prompt], "prompt", http, truncate=True)
-    if found is None:
-        return Response(status_code=GONE)
     return StructResponse(shapes.OldEmbedAnswer(to_vector(found[0][0], norm=RAW).tolist()))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -40,8 +40,10 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[ComputeTurns]:
     monkeypatch.setenv(VARIABLE, "")
     descriptor = share_turns()
     assert descriptor is not None
-    with closing(ComputeTurns(os.environ[VARIABLE])) as turns:
-        yield turns
+    turns = ComputeTurns(os.environ[VARIABLE])
+    yield turns
+    turns._socket.close()
+    os.close(turns._file)
     os.close(descriptor)
 
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.devices import Device
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.placement import Placer
+from cllm.backend.llama.placement import Device, Placer
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
 from tests.profiles import examples

@@ -14,7 +14,8 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, NotEnoughMemory
-from tests.tiny_models import make_dense, make_recurrent
+from tests.tiny_architectures import make_rollback_hybrid
+from tests.tiny_models import make_dense
 
 MIB = 1 << 20
 
@@ -79,9 +80,10 @@ def test_values_below_16_bits_need_flash_attention(good: Path) -> None:
 
 
 def test_each_draft_rollback_takes_one_more_state_a_slot(tmp_path: Path) -> None:
-    header = GgufHeader(make_recurrent(tmp_path / "m.gguf"))
-    one, nine = (MemoryFit(header, EngineConfig(parallel=5, draft_rollback=count)).kv for count in (0, 8))
-    assert nine == 9 * one > 0
+    header = GgufHeader(make_rollback_hybrid(tmp_path / "m.gguf"))
+    fits = [MemoryFit(header, EngineConfig(parallel=5, draft_rollback=count)) for count in (0, 1, 8)]
+    none, one, eight = (fit.kv for fit in fits)
+    assert eight - none == 8 * (one - none) > 0
 
 
 def test_slots_beyond_the_requests_have_cells_of_their_own(good: Path) -> None:

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.llama import memory
-from cllm.backend.llama.devices import Device
 from cllm.backend.llama.dry_load import DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
-from cllm.backend.llama.placement import DEVICE_RESERVE, Placer
+from cllm.backend.llama.placement import DEVICE_RESERVE, Device, Placer
 from cllm.config import EngineConfig, target_itl_s
 from cllm.errors import ConfigError, NotEnoughMemory
 
