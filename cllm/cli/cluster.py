@@ -20,7 +20,6 @@ from cllm.cli.options import GroupedHelp, fail, with_options
 from cllm.cli.prepare import Preparation, finish
 from cllm.cluster.deployment import (
     SETTINGS,
-    Scale,
     ask_loads,
     connect,
     count_cpus,
@@ -179,8 +178,7 @@ def deploy_command(
         if not engine.threads:
             engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
         settings = make_settings(engine, drain_s)
-        scale = Scale(replicas=replicas, max_replicas=most, cpus=float(engine.threads), gpus=gpus)
-        deploy(settings, scale, prepare_replica)
+        deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
     except CllmError as error:
         raise fail(error) from None
     typer.echo(
@@ -242,7 +240,7 @@ def status_command(cluster: Address = LOCAL) -> None:
                     table.add_row(each.replica, each.host, "does not answer")
                     continue
                 cells = f"{load.cells_used} of {load.cells}"
-                requests, slots = len(load.report.requests), load.report.speed.slots
+                requests, slots = len(load.requests), load.speed.slots
                 table.add_row(
                     each.replica, each.host, f"{requests}", f"{slots}", cells, f"{len(load.gateways)}"
                 )

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from cllm.cluster.directory import NO_RAY, describe_error, open_here, use_token
-from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
+from cllm.cluster.link import FromReplica, Link, ReplicaAddress
+from cllm.cluster.placer import ReplicaReport
 from cllm.cluster.replica import Replica, ReplicaSettings
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ServerUnreachable, SetupError
@@ -32,15 +33,6 @@ LOAD_S = 3.0  # to hear of a replica how it is
 MAX_KV_USED = 0.6  # of all cells; beyond it, one more replica
 KV_LEFT_FOR_FEWER = 0.3  # one less only where the others would have no more in use than this
 SLOTS_LEFT_FOR_FEWER = 0.5  # likewise, of their slots
-
-
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of replicas, and the part of a machine that each takes."""
-
-    replicas: int = 1
-    max_replicas: int = 0  # more than `replicas`: they are scaled between both
-    cpus: float = 1.0
-    gpus: float = 0.0
 
 
 def connect(address: str) -> None:
@@ -77,19 +69,27 @@ def _import_serve() -> Any:
 
 
 def deploy(
-    settings: ReplicaSettings, scale: Scale, prepare: Callable[[ReplicaSettings], EngineConfig]
+    settings: ReplicaSettings,
+    prepare: Callable[[ReplicaSettings], EngineConfig],
+    *,
+    replicas: int,
+    max_replicas: int,
+    gpus: float,
 ) -> None:
-    """Deploy a model's replicas, or change them one by one while the rest serves. Raises SetupError."""
+    """Deploy a model's replicas, or change them one by one while the rest serves. Raises SetupError.
+
+    Each takes CPUs for its threads. With more than `replicas` at most, they are scaled between both.
+    """
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     serve = _import_serve()
-    scaled: dict[str, Any] = {"num_replicas": scale.replicas}
-    if scale.max_replicas > scale.replicas:
+    scaled: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas > replicas:
         policy = AutoscalingPolicy(policy_function="cllm.cluster.deployment:decide")
         scaled = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.replicas,
-                max_replicas=scale.max_replicas,
+                min_replicas=replicas,
+                max_replicas=max_replicas,
                 policy=policy,
                 upscale_delay_s=0.0,
                 downscale_delay_s=60.0,
@@ -102,7 +102,7 @@ def deploy(
         name="Replica",
         version=sha256(encoded).hexdigest()[:16],  # without it, each deployment replaces all replicas
         _internal=True,  # which allows a version
-        ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        ray_actor_options={"num_cpus": float(settings.engine.threads), "num_gpus": gpus},
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=2 * HEALTH_S,
         graceful_shutdown_timeout_s=settings.drain_s + 5.0,
@@ -196,15 +196,15 @@ def list_nodes() -> list[dict[str, Any]]:
     ]
 
 
-def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, Load]:
+def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, ReplicaReport]:
     """Ask replicas for their load; those that do not answer are left out."""
 
-    async def ask(address: ReplicaAddress) -> Load | None:
+    async def ask(address: ReplicaAddress) -> ReplicaReport | None:
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Load] = loop.create_future()
+        found: asyncio.Future[ReplicaReport] = loop.create_future()
 
         def received(link: Link, message: object) -> None:
-            if isinstance(message, Load) and not found.done():
+            if isinstance(message, ReplicaReport) and not found.done():
                 found.set_result(message)
 
         link = Link(FromReplica, address.key, name="-status", received=received)
@@ -215,7 +215,7 @@ def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, Load]:
         link.abort()
         return None
 
-    async def ask_all() -> list[Load | None]:
+    async def ask_all() -> list[ReplicaReport | None]:
         return await asyncio.gather(*map(ask, addresses))
 
     loads = asyncio.run(ask_all())

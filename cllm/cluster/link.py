@@ -55,17 +55,8 @@ class Draining(msgspec.Struct, frozen=True, tag=True):
     """The replica will end: it finishes what it has, and takes nothing new."""
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load of a replica, which it sends every other second for placement, metrics and autoscaling."""
-
-    report: ReplicaReport
-    cells: int = 0
-    cells_used: int = 0
-    gateways: tuple[str, ...] = ()  # that are connected
-
-
 ToReplica = Submit | Cancel | Inspect | ClearCache
-FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | Load | Draining
+FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | ReplicaReport | Draining
 
 _encoder = msgspec.msgpack.Encoder()
 

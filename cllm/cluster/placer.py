@@ -105,13 +105,15 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1
 
 
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a replica, which it sends every other second."""
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load of a replica, which it sends every other second for placement, metrics and autoscaling."""
 
     speed: ReplicaSpeed
     requests: Mapping[str, int]  # all that it has: tokens that are still to be computed before the first one
     blocks: Collection[int] | None = None  # of prompts, in its cache; None: as before
-    free_cells: int = 0
+    cells: int = 0
+    cells_used: int = 0
+    gateways: tuple[str, ...] = ()  # that are connected
 
 
 class ReplicaChoice(msgspec.Struct, frozen=True):
@@ -135,7 +137,7 @@ class _Replica:
 
     def renew(self, report: ReplicaReport) -> None:
         """Take a report. It lacks requests on their way; those with a first token are pending no more."""
-        self.speed, self.free_cells = report.speed, report.free_cells
+        self.speed, self.free_cells = report.speed, max(0, report.cells - report.cells_used)
         requests = dict(report.requests)
         for request_id, placement in self.placed.items():
             known = self.requests.get(request_id, 0)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.cluster.link import Draining, FromReplica, Load
+from cllm.cluster.link import Draining, FromReplica
 from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer, ReplicaReport, hash_blocks
 from cllm.cluster.replica_metrics import ReplicaMetrics, add_states, add_work, merge_ready
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
@@ -72,7 +72,7 @@ class RemoteReplica:
         self.name = name
         self.link = link
         self.ready: Ready | None = None
-        self.load: Load | None = None
+        self.load: ReplicaReport | None = None
         self.draining = False
         self.stats = StepStats()  # the last
         self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
@@ -91,7 +91,7 @@ class RemoteReplica:
         return ReplicaStatus(
             name=self.name,
             ready=self.available,
-            requests=len(self.requests) if load is None else len(load.report.requests),
+            requests=len(self.requests) if load is None else len(load.requests),
             slots=self.slots,
             cells=0 if load is None else load.cells,
             cells_used=0 if load is None else load.cells_used,
@@ -260,9 +260,9 @@ class Relay:
                 self._process(replica, outputs)
                 replica.stats = stats
                 self._work = stats if self._work is None else add_work(self._work, stats)
-            case Load(report, gateways=gateways):
+            case ReplicaReport(gateways=gateways):
                 joined, replica.load = not replica.available, message
-                self._placer.report(replica.number, self._complete(report))
+                self._placer.report(replica.number, self._complete(message))
                 if self._name in gateways:
                     self._placer.share(sorted(gateways).index(self._name), len(gateways))
                 if joined and replica.available:
@@ -287,7 +287,7 @@ class Relay:
         """Expect a replica that has computed no prompt yet to be as fast as the others."""
         if report.speed.prefill_token_s:
             return report
-        speeds = [each.load.report.speed.prefill_token_s for each in self.replicas if each.load is not None]
+        speeds = [each.load.speed.prefill_token_s for each in self.replicas if each.load is not None]
         known = [speed for speed in speeds if speed]
         expected = sum(known) / len(known) if known else DEFAULT_PREFILL_TOKEN_S
         return _replace(report, speed=_replace(report.speed, prefill_token_s=expected))

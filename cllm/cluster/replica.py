@@ -20,7 +20,7 @@ import msgspec
 
 import cllm
 from cllm.cluster.directory import Directory
-from cllm.cluster.link import Draining, Link, Load, ReplicaAddress, ToReplica
+from cllm.cluster.link import Draining, Link, ReplicaAddress, ToReplica
 from cllm.cluster.placer import BLOCK_TOKENS, ReplicaReport, ReplicaSpeed, hash_blocks
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, EngineDied, EngineNotReady, from_code
@@ -150,7 +150,7 @@ class ReplicaLoad:
             self._blocks.popitem(last=False)
             self._changed = True
 
-    def report(self, *, all_blocks: bool = False) -> ReplicaReport:
+    def report(self, gateways: tuple[str, ...] = (), *, all_blocks: bool = False) -> ReplicaReport:
         """Report to all gateways; the blocks of its cache where they have changed, or with `all_blocks`."""
         blocks = [*self._blocks] if all_blocks or self._changed else None
         self._changed = False
@@ -158,7 +158,9 @@ class ReplicaLoad:
             speed=ReplicaSpeed(prefill_token_s=self._prefill_token_s, slot_s=self._slot_s, slots=self.slots),
             requests=dict(self.requests),
             blocks=blocks,
-            free_cells=max(0, self.cells - self.stats.cells_used),
+            cells=self.cells,
+            cells_used=self.stats.cells_used,
+            gateways=gateways,
         )
 
 
@@ -312,14 +314,8 @@ class ReplicaServer:
             link.send(message)
 
     def _send_load(self, *, all_blocks: bool = False) -> None:
-        self._send_all(
-            Load(
-                report=self.load.report(all_blocks=all_blocks),
-                cells=self.load.cells,
-                cells_used=self.load.stats.cells_used,
-                gateways=tuple(name for name in self._links.values() if not name.startswith("-")),
-            )
-        )
+        gateways = tuple(name for name in self._links.values() if not name.startswith("-"))
+        self._send_all(self.load.report(gateways, all_blocks=all_blocks))
 
     async def _beat(self) -> None:
         """Send each gateway a heartbeat every second, and the load every other second."""

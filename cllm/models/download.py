@@ -17,7 +17,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 
@@ -33,6 +32,10 @@ _HEADER = 512  # bytes of the journal before the states
 RANGE_BLOCKS = 256  # of one request: 16 MiB, less near the end so that all connections end together
 SYNC_S = 2.0
 POLL_S = 0.01
+TIMEOUT_S = 30.0  # without a byte
+ATTEMPTS = 8  # in a row that bring nothing
+BACKOFF_S = 0.5  # after the first of them; twice as long after each other
+MAX_BACKOFF_S = 30.0
 STOP_S = 2.0  # for connections to notice that they are not needed any more
 
 
@@ -131,15 +134,6 @@ class Journal:
         self._part.unlink(missing_ok=True)
 
 
-class Patience(NamedTuple):
-    """Limits of waiting for a hub."""
-
-    timeout_s: float = 30.0  # without a byte
-    attempts: int = 8  # in a row that bring nothing
-    backoff_s: float = 0.5  # after the first of them; twice as long after each other
-    max_backoff_s: float = 30.0
-
-
 class RateLimit:
     """A limit of bytes a second, shared by all connections."""
 
@@ -186,12 +180,10 @@ class Download:
         *,
         connections: int = 4,
         limit: RateLimit | None = None,
-        patience: Patience | None = None,
     ) -> None:
         self._hub, self._url, self._file, self._paths = hub, url, file, paths
         self._connections = connections
         self._limit = limit or RateLimit(0)
-        self._patience = patience or Patience()
         self._direct: str | None = None  # where the hub redirects to: ranges after the first go there
         self._claimed = bytearray()  # a byte for each block: whether a connection has it
         self._cursor = 0  # no block before it is free
@@ -310,8 +302,7 @@ class Download:
                 self._back_off(failures, reason, wait_s)
 
     def _back_off(self, failures: int, reason: str, wait_s: float) -> None:
-        patience = self._patience
-        if failures >= patience.attempts or wait_s > MAX_RETRY_AFTER_S:
+        if failures >= ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
             long = wait_s > MAX_RETRY_AFTER_S
             tried = f"it asks to wait {wait_s:.0f} s" if long else f"{failures} attempts brought nothing"
             raise HubError(
@@ -320,7 +311,7 @@ class Download:
             )
         with self._lock:
             self._direct = None
-        seconds = min(patience.max_backoff_s, patience.backoff_s * 2.0 ** (failures - 1))
+        seconds = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (failures - 1))
         seconds = max(wait_s, seconds * random.uniform(0.5, 1.0))
         level = logging.WARNING if wait_s > 1 else logging.INFO
         log.log(level, "%s: %s; again in %.1f s", self._file.path, reason, seconds)
@@ -330,7 +321,7 @@ class Download:
         with self._lock:
             direct = self._direct
         headers = {} if whole else {"Range": f"bytes={taken.position}-{taken.end - 1}"}
-        with self._hub.stream(direct or self._url, headers, self._patience.timeout_s) as response:
+        with self._hub.stream(direct or self._url, headers, TIMEOUT_S) as response:
             elsewhere = direct is not None or not self._hub.is_own(response.url)
             if elsewhere and response.status_code in (400, 401, 403, 404, 410):
                 raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")

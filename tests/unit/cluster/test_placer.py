@@ -73,7 +73,7 @@ def test_restoring_a_prefix_takes_time_too() -> None:
 
 
 def test_of_equals_the_one_with_more_free_cells() -> None:
-    placer = make_placer(report(free_cells=10), report(free_cells=20), report(free_cells=15))
+    placer = make_placer(report(cells=10), report(cells=30, cells_used=10), report(cells=15))
     assert placer.place("a", 100, ()).replica == 1
 
 

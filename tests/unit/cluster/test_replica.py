@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
-from cllm.cluster.placer import hash_blocks
+from cllm.cluster.link import FromReplica, Link, ReplicaAddress
+from cllm.cluster.placer import ReplicaReport, hash_blocks
 from cllm.cluster.replica import ReplicaLoad, ReplicaServer, ReplicaSettings
 from cllm.config import EngineConfig
 from cllm.messages import Died, Ready, StepReport, StepStats, Submit
@@ -52,7 +52,7 @@ class FakeGateway:
         self.link._key = server.address.key
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self.link, server.address.host, server.address.port)
-        await wait(lambda: any(isinstance(each, Load) for each in self.received))
+        await wait(lambda: any(isinstance(each, ReplicaReport) for each in self.received))
         assert any(isinstance(each, Ready) for each in self.received)
 
     def submit(self, name: str, text: str) -> None:
@@ -101,7 +101,7 @@ def test_each_gateway_gets_its_own_outputs(server: ReplicaServer) -> None:
         assert one.text("a") == "for the first one " * 3 and two.text("b") == "for the second " * 3
         assert {each.request_id for each in one.outputs} == {"a"}
         assert {each.request_id for each in two.outputs} == {"b"}
-        load = [each for each in two.received if isinstance(each, Load)][-1]
+        load = [each for each in two.received if isinstance(each, ReplicaReport)][-1]
         assert set(load.gateways) == {"one", "two"}
 
     run(test, server)

@@ -19,14 +19,13 @@ import pytest
 
 from cllm.errors import HubError
 from cllm.models import download as module
-from cllm.models.download import BLOCK, Download, Journal, Patience, RateLimit, describe_disk, has_hash
+from cllm.models.download import BLOCK, Download, Journal, RateLimit, describe_disk, has_hash
 from cllm.models.files import HubFile, HubReference
 from cllm.models.hub import make_hub
 from cllm.models.store import DownloadPaths
 from tests.driver.hub import COMMIT, FakeHub
 
 REPO, NAME = "Example/Big", "big-Q8_0.gguf"
-QUICK = Patience(timeout_s=0.3, attempts=4, backoff_s=0.01)
 CONNECTIONS = 4
 KILLS = 50
 KILLED_BYTES = 8 << 20
@@ -46,7 +45,7 @@ def make_place(folder: Path) -> DownloadPaths:
 def downloading(folder: Path, data: bytes, limit: RateLimit | None = None) -> Iterator[Download]:
     with make_hub(HubReference("hf", REPO)) as hub:
         url = hub.file_url(COMMIT, NAME)
-        with Download(hub, url, make_file(data), make_place(folder), patience=QUICK, limit=limit) as download:
+        with Download(hub, url, make_file(data), make_place(folder), limit=limit) as download:
             yield download
 
 
@@ -72,7 +71,10 @@ def fetch(folder: Path, data: bytes) -> int:
 
 
 @pytest.fixture
-def data(hub: FakeHub) -> bytes:
+def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The file, from a hub that is not waited for long."""
+    for name, value in {"TIMEOUT_S": 0.3, "ATTEMPTS": 4, "BACKOFF_S": 0.01}.items():
+        monkeypatch.setattr(module, name, value)
     return hub.repos[REPO][NAME]
 
 
