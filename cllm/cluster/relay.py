@@ -58,8 +58,8 @@ class RelayedRequest(ResumableRequest):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.replica: RemoteReplica | None = None  # None: it waits for one
-        self.placement: ReplicaChoice | None = None
+        self.replica: RemoteReplica | None = None  # None while it waits for one
+        self.placement: ReplicaChoice  # the last
         self.placed = 0  # times
         self.silent = True  # nothing has come from where it is
 
@@ -154,7 +154,6 @@ class Relay:
             return
         relayed.cancelled = True
         if relayed.replica is not None:
-            assert relayed.placement is not None
             relayed.replica.link.send(Cancel(relayed.placement.request_id))
         else:
             for queue in (self._waiting, self._suspects):
@@ -200,8 +199,7 @@ class Relay:
         self._isolated = relayed = self._suspects.popleft()
         chosen = min(available, key=lambda replica: len(replica.requests))
         others = [each for each in chosen.requests.values() if not each.cancelled]
-        for other in others:
-            self._withdraw(other)
+        self._withdraw(others, chosen)
         log.warning("request %s runs alone on replica %s", relayed.request.id, chosen.name)
         self._send(relayed, {each.number for each in self.replicas if each is not chosen})
         for other in others:
@@ -213,19 +211,19 @@ class Relay:
         self._isolate()
         self._place_waiting()
 
-    def _withdraw(self, relayed: RelayedRequest) -> None:
-        """Take a request from its replica, to place it again."""
-        assert relayed.replica is not None and relayed.placement is not None
-        relayed.replica.link.send(Cancel(relayed.placement.request_id))
-        self._detach(relayed)
-        relayed.resume()
-        self.moved += 1
+    def _withdraw(self, relayed: Sequence[RelayedRequest], replica: RemoteReplica) -> None:
+        """Take requests from their replica, to place them again."""
+        for each in relayed:
+            replica.link.send(Cancel(each.placement.request_id))
+            self._detach(each)
+            each.resume()
+        self.moved += len(relayed)
 
     def _detach(self, relayed: RelayedRequest) -> None:
-        assert relayed.replica is not None and relayed.placement is not None
+        assert relayed.replica is not None
         relayed.replica.requests.pop(relayed.placement.request_id, None)
         self._placer.ended(relayed.placement)
-        relayed.replica = relayed.placement = None
+        relayed.replica = None
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, deque()
@@ -240,8 +238,7 @@ class Relay:
                 continue
             silent = [each for each in replica.requests.values() if each.silent and not each.cancelled]
             chosen = silent[-min(excess, joined.slots) :]
-            for relayed in chosen:
-                self._withdraw(relayed)
+            self._withdraw(chosen, replica)
             for relayed in chosen:
                 self._place(relayed)
 
@@ -313,7 +310,7 @@ class Relay:
         replica.requests.clear()
         failed = []
         for relayed in moved:
-            relayed.replica = relayed.placement = None
+            relayed.replica = None
             if blame and relayed.blame():
                 failed.append(relayed)
         if self._isolated in moved:
@@ -373,7 +370,6 @@ class Relay:
                 continue
             if relayed.silent:
                 relayed.silent = False
-                assert relayed.placement is not None
                 self._placer.first_token(relayed.placement)
             so_far = output.usage_so_far
             if output.tokens:

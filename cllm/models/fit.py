@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cllm.backend.llama.devices import list_devices
 from cllm.backend.llama.dry_load import DryLoad
@@ -28,13 +27,6 @@ def _fit(
     return MemoryFit(header, config, list_devices(), dry=dry, scale=scale)
 
 
-class ContextFit(NamedTuple):
-    """Requests at a time, and the tokens that each can have."""
-
-    parallel: int
-    tokens: int
-
-
 class ModelFit:
     """Fit of a model in the memory here, by its header."""
 
@@ -53,12 +45,12 @@ class ModelFit:
     def memory(self) -> str:
         return self._chosen.describe()
 
-    def contexts(self) -> list[ContextFit]:
-        """List the context of each request by their number, as far as memory goes."""
+    def contexts(self) -> list[tuple[int, int]]:
+        """List numbers of requests at a time with the tokens that each can have, as far as memory goes."""
         with DryLoad() as dry:
             fits = [_fit(self._header, parallel, dry=dry) for parallel in SLOTS]
         tokens = self._header.context_train
-        return [ContextFit(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
+        return [(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
         """Find the quantisations of the model that would fit with a small context, the largest first."""

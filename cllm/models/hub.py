@@ -149,9 +149,8 @@ class Hub:
             raise TemporaryError(f"{host} {hint or f'answers {status}'}", _retry_after(response))
         gated = code == "GatedRepo" or (status == 403 and code != "RepoNotFound")
         if gated or (status == 401 and self._token and code != "RepoNotFound"):
-            had = (
-                f"the token of {self.token_variable} may not read it" if self._token else "no token was sent"
-            )
+            wrong = f"the token of {self.token_variable} may not read it"
+            had = wrong if self._token else "no token was sent"
             raise HubError(
                 f"{name} needs permission ({had}): accept its conditions at {self.page_url()}, make a token "
                 f"on your page of settings there, and set {self.token_variable}"
@@ -185,8 +184,8 @@ class HuggingFace(Hub):
     def list_files(self, revision: str) -> Listing:
         base = f"{self.endpoint}/api/models/{self.repo}"
         answer, _ = self.get_json(f"{base}/revision/{quote(revision or 'main', safe='')}")
-        commit = answer.get("sha", "") if isinstance(answer, dict) else ""
-        if not _SHA1.fullmatch(str(commit)):
+        commit = str(_as_mapping(answer).get("sha", ""))
+        if not _SHA1.fullmatch(commit):
             raise HubError(f"{_host(base)} does not answer as {self.title} does (no commit)")
         url, files = f"{base}/tree/{commit}?recursive=true", []
         for _ in range(MAX_PAGES):
@@ -198,13 +197,9 @@ class HuggingFace(Hub):
         return Listing(commit, tuple(files))
 
     def _parse(self, entry: Mapping[str, Any]) -> HubFile:
-        lfs = _as_mapping(entry.get("lfs"))
-        return _make_file(
-            self._check_path(str(entry.get("path", ""))),
-            lfs.get("size", entry.get("size", 0)),
-            str(lfs.get("oid", "")),
-            str(entry.get("oid", "")),
-        )
+        lfs, path = _as_mapping(entry.get("lfs")), self._check_path(str(entry.get("path", "")))
+        size = lfs.get("size", entry.get("size", 0))
+        return _make_file(path, size, str(lfs.get("oid", "")), str(entry.get("oid", "")))
 
     def file_url(self, commit: str, path: str) -> str:
         return f"{self.endpoint}/{self.repo}/resolve/{commit}/{quote(path)}"
@@ -228,20 +223,16 @@ class ModelScope(Hub):
         revision = revision or "master"
         query = urlencode({"Revision": revision, "Recursive": "true"})
         answer, _ = self.get_json(f"{self.endpoint}/api/v1/models/{self.repo}/repo/files?{query}")
-        data = answer.get("Data") if isinstance(answer, dict) else None
+        data = _as_mapping(answer).get("Data")
         if not isinstance(data, dict):
-            reason = answer.get("Message") if isinstance(answer, dict) else ""
-            raise HubError(f"ms:{self.repo} cannot be listed: {reason or 'no files in the answer'}")
-        files = [
-            _make_file(
-                self._check_path(str(entry.get("Path", ""))),
-                entry.get("Size", 0),
-                str(entry.get("Sha256") or ""),
-            )
-            for entry in _entries(data.get("Files"))
-            if entry.get("Type") != "tree"
-        ]
-        return Listing(revision, tuple(files))
+            reason = _as_mapping(answer).get("Message") or "no files in the answer"
+            raise HubError(f"ms:{self.repo} cannot be listed: {reason}")
+        entries = [entry for entry in _entries(data.get("Files")) if entry.get("Type") != "tree"]
+        return Listing(revision, tuple(map(self._parse, entries)))
+
+    def _parse(self, entry: Mapping[str, Any]) -> HubFile:
+        path = self._check_path(str(entry.get("Path", "")))
+        return _make_file(path, entry.get("Size", 0), str(entry.get("Sha256") or ""))
 
     def file_url(self, commit: str, path: str) -> str:
         query = urlencode({"Revision": commit, "FilePath": path})

@@ -139,11 +139,8 @@ def _scan_ms() -> Iterator[StoredModel]:
     cache = ms_cache()
     for root in (cache / "models", cache):
         for folder in sorted(root.glob("*/*")):
-            if (
-                folder.is_dir()
-                and not folder.parent.name.startswith(".")
-                and folder.parent != cache / "models"
-            ):
+            owner = folder.parent
+            if folder.is_dir() and not owner.name.startswith(".") and owner != cache / "models":
                 repo = "/".join(folder.relative_to(root).parts).replace("___", ".")
                 yield from _store_all("ms", folder, group_files(_sizes(folder)), repo)
 
@@ -256,11 +253,7 @@ class HfRepository:
     def finish(self) -> None:
         """Point the revision at the commit, once its files are there."""
         if not _COMMIT.fullmatch(self.revision):
-            ref = path_below(self.folder / "refs", self.revision)
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            fresh = ref.with_name(f".{ref.name}.fresh")
-            fresh.write_text(self.commit)
-            fresh.replace(ref)
+            write_record(path_below(self.folder / "refs", self.revision), self.commit.encode())
 
 
 class PlainFolder:

@@ -152,7 +152,7 @@ def test_late_outputs_of_a_replica_that_lost_a_request_are_dropped() -> None:
     gateway = Gateway("a", "b")
     gateway.submit("r")
     replica, request = gateway.find("r")
-    gateway.relay._withdraw(gateway.relay._requests["r"])
+    gateway.relay._withdraw([gateway.relay._requests["r"]], replica.remote)
     replica.say(request, (1,), end=True)
     assert gateway.outputs("r") == []
 
