@@ -47,6 +47,7 @@ from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
+from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.submit import build_request, check_tokens
@@ -200,7 +201,7 @@ class AsyncLLM:
         paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
         ready = make_config(EngineConfig, asked | paths)
         if not worker:
-            ready = find_ready(ready, log.info)
+            ready = find_ready(resolve_config(ready), log.info)
         level = str(log.getEffectiveLevel())  # warnings, unless the program wants more
         executor = ProcessExecutor(ready, log_level=level, module=worker or WORKER_MODULE)
         self._engine = EngineClient(executor, queue_size=MAX_QUEUE)

@@ -26,8 +26,8 @@ import openai
 
 from bench.command import conclude, run_command
 from bench.report import Table
-from cllm.backend.llama.memory import embedded_model
 from cllm.errors import SetupError
+from cllm.models.store import embedded_model
 from cllm.testing import say
 from proof.command import make_parser
 from proof.shared.agent_programs import AFTER, BEFORE, PROGRAMS, Program, agents_folder, base_environment

@@ -20,7 +20,7 @@ import pytest
 from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, find, load, modules_for
-from cllm.backend.llama.memory import MemoryFit, embedded_model
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.placement import list_devices
 from cllm.backend.llama.probe import run_probe
@@ -28,6 +28,7 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.module import Module
 from cllm.build.toolchain import cache_directory, find_compiler
 from cllm.config import EngineConfig
+from cllm.models.store import embedded_model
 from tests.driver.same_text import Alone, run_alone
 from tests.driver.server import StartServer, cllm
 

@@ -20,7 +20,6 @@ from cllm.cli.options import GroupedHelp, fail, with_options
 from cllm.cli.prepare import Preparation, finish
 from cllm.cluster.deployment import (
     SETTINGS,
-    Scale,
     ask_loads,
     connect,
     count_cpus,
@@ -29,13 +28,18 @@ from cllm.cluster.deployment import (
     list_nodes,
     remove,
 )
-from cllm.cluster.directory import DEFAULT_PORT, TOKEN_FILE, RayDirectory, split_address
-from cllm.cluster.model_digest import digest_model, name_deployment
+from cllm.cluster.directory import (
+    DEFAULT_PORT,
+    TOKEN_FILE,
+    RayDirectory,
+    digest_model,
+    name_deployment,
+    split_address,
+)
 from cllm.cluster.replica import ReplicaSettings
 from cllm.config import Config, EngineConfig, Prepared
 from cllm.errors import CllmError, ConfigError, SetupError
 from cllm.models.resolve import resolve
-from cllm.models.store import embedded_model
 from cllm.workers.supervisor import WORKER_MODULE
 
 cluster_app = typer.Typer(
@@ -174,8 +178,7 @@ def deploy_command(
         if not engine.threads:
             engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
         settings = make_settings(engine, drain_s)
-        scale = Scale(replicas=replicas, max_replicas=most, cpus=float(engine.threads), gpus=gpus)
-        deploy(settings, scale, prepare_replica)
+        deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
     except CllmError as error:
         raise fail(error) from None
     typer.echo(
@@ -191,7 +194,7 @@ def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
     """What each replica is to compute. The scripted model of the tests has no file."""
     if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
         return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
-    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    path = resolve(engine.model, offline=engine.offline)
     if Path(engine.model).expanduser().is_file():  # other machines have no folder of that name to begin at
         engine = msgspec.structs.replace(engine, model=str(path.resolve()))
     return ReplicaSettings(
@@ -237,7 +240,7 @@ def status_command(cluster: Address = LOCAL) -> None:
                     table.add_row(each.replica, each.host, "does not answer")
                     continue
                 cells = f"{load.cells_used} of {load.cells}"
-                requests, slots = len(load.report.requests), load.report.speed.slots
+                requests, slots = len(load.requests), load.speed.slots
                 table.add_row(
                     each.replica, each.host, f"{requests}", f"{slots}", cells, f"{len(load.gateways)}"
                 )

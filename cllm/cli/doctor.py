@@ -15,7 +15,7 @@ from rich.table import Table
 from cllm import __version__
 from cllm.backend.llama import library
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit, embedded_model
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.placement import list_devices, offer_module
 from cllm.backend.llama.probe import loaded_variant, run_probe, settings_to_try, unused_features
 from cllm.backend.llama.threads import default_threads
@@ -49,14 +49,12 @@ def doctor_command(
     table.add_row("CPU features", " ".join(name for name in _NOTABLE if name in found) or "none of note")
     table.add_row("threads", str(threads or default_threads()))
     try:
-        model = str(resolve(model, offline=True)) if model else ""
+        path = resolve(model, offline=True)
         folder = library.find()
         _library(folder, found, table)
         _gpus(folder, table)
-        config = EngineConfig(
-            model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
-        )
-        header = GgufHeader(Path(config.model))
+        config = EngineConfig(model=str(path), parallel=parallel, ctx_size=ctx_size, threads=threads)
+        header = GgufHeader(path)
         fit = MemoryFit(header, config, list_devices())
         table.add_row(
             "model",

@@ -13,12 +13,21 @@ import typer
 
 from cllm.cli.columns import print_columns
 from cllm.errors import CllmError, LibraryError, ModelFileError
-from cllm.models.catalog import CatalogEntry, list_models
-from cllm.models.files import format_size
-from cllm.models.reference import HubReference, parse_hub
-from cllm.models.removal import find_incomplete, find_parts, find_users, plan_removal, remove
+from cllm.models.files import HubReference, format_size, parse_hub
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import StoredModel, find_stored, scan, scan_folder
+from cllm.models.store import (
+    CatalogEntry,
+    StoredModel,
+    find_incomplete,
+    find_parts,
+    find_stored,
+    find_users,
+    list_models,
+    plan_removal,
+    remove,
+    scan,
+    scan_folder,
+)
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[

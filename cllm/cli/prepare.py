@@ -68,32 +68,33 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
         from cllm.backend.llama.placement import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
+        from cllm.models.resolve import resolve_config
 
+        asked = resolve_config(self.asked)
         if self.rooms or self.beside:
             if self.rooms:
-                self._choose_room()
+                self._choose_room(asked)
             else:
-                devices = list_devices() if wants_gpu(self.asked) else ()
-                fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
+                devices = list_devices() if wants_gpu(asked) else ()
+                fit = MemoryFit(GgufHeader(Path(asked.model)), asked, devices)
                 if not fit.fits:
                     raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
-            return describe(find_ready(self.asked, log.info))
-        if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
+            return describe(find_ready(asked, log.info))
+        if wants_gpu(asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
-        return describe(find_ready(self.asked, partial(print, file=sys.stderr, flush=True)))
+        return describe(find_ready(asked, partial(print, file=sys.stderr, flush=True)))
 
-    def _choose_room(self) -> None:
+    def _choose_room(self, asked: EngineConfig) -> None:
         """From here on memory is that of the first room that suffices, else of the largest."""
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import ROOM, MemoryFit, list_free_devices
         from cllm.backend.llama.placement import wants_gpu
-        from cllm.models.resolve import resolve
 
-        header = GgufHeader(resolve(self.asked.model, offline=self.asked.offline))
+        header = GgufHeader(Path(asked.model))
         for room in self.rooms:
             ROOM.update({name: (size, size - self.rooms[0][name]) for name, size in room.items()})
-            fit = MemoryFit(header, self.asked, list_free_devices() if wants_gpu(self.asked) else ())
-            if fit.fits and (self.asked.ctx_size or fit.share >= min(ENOUGH_CELLS, header.context_train)):
+            fit = MemoryFit(header, asked, list_free_devices() if wants_gpu(asked) else ())
+            if fit.fits and (asked.ctx_size or fit.share >= min(ENOUGH_CELLS, header.context_train)):
                 return
 
 

@@ -19,11 +19,10 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.cli.columns import print_columns
 from cllm.cli.options import fail
 from cllm.errors import CllmError, ConfigError, HubError, LibraryError, ModelFileError, NotEnoughMemory
-from cllm.models.files import ModelFiles, format_size, group_files
+from cllm.models.files import HubReference, ModelFiles, format_size, group_files, parse_hub
 from cllm.models.fit import ModelFit
 from cllm.models.hub import SearchHit, make_hub
 from cllm.models.pull import HubModel, Pull, PullOptions, find_model, free_bytes, is_offline
-from cllm.models.reference import HubReference, parse_hub
 from cllm.models.store import find_stored
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)i?b?(?:/s)?", re.IGNORECASE)

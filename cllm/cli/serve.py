@@ -141,13 +141,11 @@ def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Lis
 
 def prepare_gateway(engine: EngineConfig, cluster: str) -> Prepared:
     """Settings of a gateway, whose tokenizer reads the model here. Raises SetupError. Ray is not imported."""
-    from cllm.cluster.directory import check_head
-    from cllm.cluster.model_digest import digest_model, name_deployment
+    from cllm.cluster.directory import check_head, digest_model, name_deployment
     from cllm.models.resolve import resolve
-    from cllm.models.store import embedded_model
 
     address = check_head(cluster)
-    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    path = resolve(engine.model, offline=engine.offline)
     settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}
     name, digest = name_deployment(engine, path), digest_model(path)
     return Prepared(config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),))

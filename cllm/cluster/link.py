@@ -36,12 +36,12 @@ from cllm.workers.channel import FrameBuffer, pack_frame
 
 HANDSHAKE_S = 3.0
 MAX_HANDSHAKE_BYTES = 1024
-MAX_UNREAD_BYTES = 64 << 20  # a gateway that does not read so much is taken for gone
+MAX_UNREAD_BYTES = 64 << 20  # a gateway that leaves more unread is taken for gone
 _NONCE = 32
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica listens, with the key to it, and what it computes."""
+    """Address of a replica, with the key to it, and its model."""
 
     replica: str
     host: str
@@ -55,17 +55,8 @@ class Draining(msgspec.Struct, frozen=True, tag=True):
     """The replica will end: it finishes what it has, and takes nothing new."""
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """What a replica says of itself every other second: for placement, metrics and autoscaling."""
-
-    report: ReplicaReport
-    cells: int = 0
-    cells_used: int = 0
-    gateways: tuple[str, ...] = ()  # that are connected
-
-
 ToReplica = Submit | Cancel | Inspect | ClearCache
-FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | Load | Draining
+FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | ReplicaReport | Draining
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -78,9 +69,9 @@ class Link(asyncio.Protocol):
         kind: object,
         key: bytes,
         *,
-        opened: Callable[[Link, str], None],
         received: Callable[[Link, object], None],
-        lost: Callable[[Link], None],
+        opened: Callable[[Link, str], None] = lambda link, name: None,
+        lost: Callable[[Link], None] = lambda link: None,
         name: str = "",
     ) -> None:
         """`kind` is the type of what is received. With a `name` it is a gateway's end, which goes first."""

@@ -1,9 +1,8 @@
-"""Fit of a model: whether it runs in the memory of this machine, and which of its quantisations would."""
+"""Fit of a model in the memory of this machine, and the quantisations of it that would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
@@ -28,15 +27,8 @@ def _fit(
     return MemoryFit(header, config, list_devices(), dry=dry, scale=scale)
 
 
-class ContextFit(NamedTuple):
-    """Requests at a time, and the tokens that each can have."""
-
-    parallel: int
-    tokens: int
-
-
 class ModelFit:
-    """What fits of a model here, by its header."""
+    """Fit of a model in the memory here, by its header."""
 
     def __init__(self, header: GgufHeader) -> None:
         """Raises LibraryError without a native library, ModelFileError for a model that it cannot load."""
@@ -45,7 +37,7 @@ class ModelFit:
         self.fits = self._chosen.fits
 
     def describe(self) -> str:
-        """One line: what would be served, or the sum that is too large."""
+        """Describe in one line what would be served, or the sum that is too large."""
         fit = self._chosen
         return f"fits: {fit.describe_context()}" if fit.fits else f"does not fit: {fit.describe()}"
 
@@ -53,25 +45,25 @@ class ModelFit:
     def memory(self) -> str:
         return self._chosen.describe()
 
-    def contexts(self) -> list[ContextFit]:
-        """The context of each request by their number, as far as memory goes."""
+    def contexts(self) -> list[tuple[int, int]]:
+        """List numbers of requests at a time with the tokens that each can have, as far as memory goes."""
         with DryLoad() as dry:
             fits = [_fit(self._header, parallel, dry=dry) for parallel in SLOTS]
         tokens = self._header.context_train
-        return [ContextFit(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
+        return [(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
-        """Those of the same model's quantisations that would fit with a small context, the largest first."""
+        """Find the quantisations of the model that would fit with a small context, the largest first."""
         found = [model for model in models if self._would_fit(model.size)]
         return sorted(found, key=lambda model: -model.size)
 
     def _would_fit(self, size: int) -> bool:
-        """Whether the model would fit if its weights had this size."""
+        """Check that the model would fit if its weights had this size."""
         scale = size / self._header.file_bytes
         return _fit(self._header, parallel=1, ctx_size=SMALL_CONTEXT, scale=scale).fits
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
-        """Which quantisation to take instead."""
+        """Suggest a quantisation to take instead."""
         fitting = self.fitting(models)
         if not fitting:
             return "none of its quantisations would fit here; search for a model of fewer parameters"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cllm.chat.reply import BlockEvent, ReplyBuilder
 from cllm.chat.session import ChatSession
 from cllm.server.dialect import COMMENT, StructResponse, encode_named
-from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.sse import EventStream, collect
 from cllm.types import RequestOutput
 
 
@@ -55,8 +55,6 @@ class BlockRenderer(ABC):
         if stream:
             return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
         outputs = await collect(session.engine, session.streams, http)
-        if outputs is None:
-            return Response(status_code=GONE)
         session.finish(outputs)
         return StructResponse(self.whole())
 

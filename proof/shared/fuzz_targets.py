@@ -22,8 +22,7 @@ import numpy as np
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.errors import ConfigError, HubError, InvalidRequest, ModelFileError
 from cllm.models import hub
-from cllm.models.files import HubFile, choose_files, describe_files, group_files
-from cllm.models.reference import HubReference, parse_hub
+from cllm.models.files import HubFile, HubReference, choose_files, describe_files, group_files, parse_hub
 from cllm.models.survey import read_info
 from cllm.testing import FakeVocabulary
 from cllm.text.detokenizer import IncrementalDetokenizer

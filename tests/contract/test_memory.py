@@ -13,10 +13,11 @@ import pytest
 
 from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit, embedded_model, prepare
+from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError
+from cllm.models.store import embedded_model
 from tests.driver.engine import words
 from tests.driver.runner import feed
 from tests.driver.server import StartServer, find_workers
@@ -138,7 +139,7 @@ def test_the_sum_is_what_the_processes_hold(start: StartServer, caplog: pytest.L
     server.generate("Once upon a time, ", 8)
     pid = server.process.pid
     real = sum(map(resident, (pid, *find_workers(pid, "engine"), *find_workers(pid, "tokenizer"))))
-    config = prepare(EngineConfig(parallel=4, ctx_size=8192))
+    config = prepare(EngineConfig(model=str(embedded_model()), parallel=4, ctx_size=8192))
     fit = MemoryFit(GgufHeader(Path(config.model)), config)
     # The mapped pages of weights that are laid out anew are not used again: the system can drop them.
     repacked = allocated(config, caplog)["repacked"]

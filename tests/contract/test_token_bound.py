@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.memory import embedded_model
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.config import EngineConfig
 from cllm.messages import Refused, TokenizeText
+from cllm.models.store import embedded_model
 from cllm.types import TokenBound
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.tiny_encoders import make_encoder

@@ -28,8 +28,6 @@ from cllm.backend.llama.placement import (
 )
 from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
-from cllm.models.resolve import resolve
-from cllm.models.store import embedded_model as embedded_model
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
@@ -345,15 +343,6 @@ class MemoryFit:
         )
 
 
-def _find_model(config: EngineConfig, devices: Sequence[Device] | None) -> Path:
-    """The file that the model's reference names. A hub's is checked by its header before it is pulled."""
-
-    def check(head: Path) -> None:
-        prepare(msgspec.structs.replace(config, model=str(head)), devices)
-
-    return resolve(config.model, offline=config.offline, check=check) if config.model else embedded_model()
-
-
 def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[Device]) -> MemoryFit:
     """The fit with long steps, where GPUs have all layers and it costs neither context nor requests."""
     longer_steps = msgspec.structs.replace(config, batch_tokens=GPU_BATCH_TOKENS)
@@ -367,12 +356,13 @@ def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[De
 
 
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
-    """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
+    """Read the header and the chat template, check the memory. Raises SetupError; loads nothing.
 
     The context and the layers on GPUs that are not given are chosen; what is given is honoured or refused.
-    RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here.
+    RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here. Models are
+    files by now (`resolve_config`).
     """
-    header = GgufHeader(_find_model(config, devices))
+    header = GgufHeader(Path(config.model))
     template = ""
     if config.chat_template:
         from cllm.text.chat_template import read_template  # with Jinja, which most starts do without
@@ -389,7 +379,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
     if config.draft_model:
-        draft = resolve(config.draft_model, offline=config.offline).resolve()
+        draft = Path(config.draft_model).resolve()
         GgufHeader(draft)  # is there, and one
         config = msgspec.structs.replace(config, draft_model=str(draft))
     if devices is None:

@@ -22,7 +22,7 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
-from cllm.models.reference import HubReference, parse_hub
+from cllm.models.files import HubReference, parse_hub
 from cllm.server.dialect import NDJSON, Dialect, StructResponse, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.bodies import list_stops
@@ -390,8 +390,7 @@ async def delete(body: shapes.DeleteBody) -> Response:
 
 
 def _delete(name: str) -> None:
-    from cllm.models.removal import find_users, plan_removal, remove
-    from cllm.models.store import find_stored, scan
+    from cllm.models.store import find_stored, find_users, plan_removal, remove, scan
 
     reference = parse_hub(name)
     if reference is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cllm.cluster.link import Draining, Load
+from cllm.cluster.link import Draining
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.errors import EngineNotReady, PoisonRequest
@@ -62,8 +62,8 @@ class FakeReplica:
 
     def report(self, *gateways: str, token_s: float = 0.01) -> None:
         speed = ReplicaSpeed(prefill_token_s=token_s, slot_s=1.0, slots=self.slots)
-        report = ReplicaReport(speed=speed, requests={}, blocks=None, free_cells=1024)
-        self._relay.receive(self.remote, Load(report, cells=1024, gateways=gateways))
+        report = ReplicaReport(speed=speed, requests={}, cells=1024, gateways=gateways)
+        self._relay.receive(self.remote, report)
 
     @property
     def requests(self) -> list[Request]:
@@ -154,7 +154,7 @@ def test_late_outputs_of_a_replica_that_lost_a_request_are_dropped() -> None:
     gateway = Gateway("a", "b")
     gateway.submit("r")
     replica, request = gateway.find("r")
-    gateway.relay._withdraw(gateway.relay._requests["r"])
+    gateway.relay._withdraw([gateway.relay._requests["r"]], replica.remote)
     replica.say(request, (1,), end=True)
     assert gateway.outputs("r") == []
 

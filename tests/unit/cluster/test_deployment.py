@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cllm.cluster.autoscaling import count_replicas, decide
+from cllm.cluster.deployment import count_replicas, decide
 
 
 @pytest.mark.parametrize(
