@@ -48,7 +48,7 @@ class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
 
 
 class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
-    """The fields of `SamplingParams`, those that differ over HTTP, and what else all such routes take.
+    """The fields of `SamplingParams`, those that differ over HTTP, and others that all such routes take.
 
     Structured output is at most one of its fields, or the API's own field named by `form`.
     """

@@ -122,7 +122,7 @@ def build_request(
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> Request:
-    """A body as the engine's request, without a prompt; `max_tokens` None: as many as fit.
+    """A body as the engine's request, without a prompt. `max_tokens` None sets no limit but the context's.
 
     `fields` are others of `Request`. Raises InvalidRequest.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its answers, its routes, and the store of what may be continued."""
+"""OpenAI's Responses API: its answers, its routes, and the store of responses to continue."""
 
 from __future__ import annotations
 

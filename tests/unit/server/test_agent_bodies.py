@@ -38,7 +38,7 @@ def test_a_session_of_claude_code(template: str, caplog: pytest.LogCaptureFixtur
     assert "skipped a tool of type 'web_search_20250305'" in caplog.text
     assert len(CLAUDE["tools"][0]["description"]) == 18_780
     assert second.startswith(first) and third.startswith(second)
-    for word in (
+    for word in [
         "Sirius",
         "Rigel",
         "mcp__files__read",
@@ -48,7 +48,7 @@ def test_a_session_of_claude_code(template: str, caplog: pytest.LogCaptureFixtur
         "Pollux",
         "Castor",
         "Altair",
-    ):
+    ]:
         assert word in second, word
     assert "Bellatrix" in third and "billing" not in third and "web_search" not in third
     assert "[image: left out, this model accepts text only]" in third

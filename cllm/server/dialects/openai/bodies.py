@@ -331,7 +331,7 @@ class TextPart(msgspec.Struct, Body, kw_only=True):
 
 
 class Prediction(msgspec.Struct, Body, kw_only=True):
-    """The expected answer, mostly: such as a file that is edited."""
+    """Most of the expected answer, such as a file that is edited."""
 
     type: Annotated[Literal["content"], about("Always `content`")] = "content"
     content: Annotated[

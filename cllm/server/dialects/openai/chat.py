@@ -236,7 +236,7 @@ class ChatCompletionRenderer:
         yield DONE
 
     async def with_progress(self, session: ChatSession, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The chunks, and before the first that has an output: how much of the prompt is computed."""
+        """The chunks; before the first with an output, those of the prompt's progress."""
         for _ in session.streams:
             yield await anext(chunks)
         first = asyncio.ensure_future(anext(chunks))

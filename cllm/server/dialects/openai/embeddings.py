@@ -74,7 +74,7 @@ Input = Annotated[
 
 
 def has_tokens(value: Any) -> bool:
-    """Test whether an input has token ids: then a list of it is one input."""
+    """Test whether a list has token ids, which makes it one input."""
     return isinstance(value, list) and any(isinstance(part, int) for part in value)
 
 
