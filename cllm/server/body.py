@@ -81,7 +81,8 @@ class Body:
             return msgspec.convert(normalize(cls, value), cls)
         except (msgspec.ValidationError, ValueError) as error:
             refusal = describe(error)
-            for spelling in cls.ALIASES.get(refusal.field or "", ()):
+            aliases = dict(_get_reader(cls).aliases)  # type: ignore[arg-type]
+            for spelling in aliases.get(refusal.field or "", ()):
                 if isinstance(value, dict) and value.get(spelling) is not None:
                     named = refusal.message.replace(str(refusal.field), spelling, 1)
                     raise InvalidRequest(named, spelling) from None

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
 from cllm.server.dialect import COMMENT, HttpError
@@ -121,15 +119,9 @@ class GuardedConnection(HttpToolsProtocol):
     but resets the connection when something is sent to it: so it is sent something without a meaning.
     """
 
-    def __init__(
-        self,
-        settings: ServerConfig,
-        turns: ReadTurns,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-    ) -> None:
-        super().__init__(config, server_state, app_state)
+    def __init__(self, settings: ServerConfig, turns: ReadTurns, *arguments: Any) -> None:
+        """Other `arguments` are those of uvicorn's connection."""
+        super().__init__(*arguments)
         self._settings = settings
         self._header_limit = settings.max_header_kb << 10
         self._body_limit = settings.max_body_mb << 20  # what a body may have is passed on together

@@ -139,15 +139,15 @@ class EventStream(Response):
         self._writing = False
         send = scope.get(DIRECT_SEND, send)
         async for chunk in self._events:
-            while self._beating is not None:
-                await self._beating
-            self._wrote_at, self._writing = time.monotonic(), True
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            self._writing = False
+            await self._write(send, chunk)
+        await self._write(send, b"", more=False)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         while self._beating is not None:
             await self._beating
         self._wrote_at, self._writing = time.monotonic(), True
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing = False
 
 
 class ModelLeases:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -295,7 +295,23 @@ async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> Re
 # The models of this machine, for operators ------------------------------------------------------------
 
 
-@ollama.post("/api/pull", shapes.ProgressLine("success"), lines=map(encode_line, shapes.PULL_LINES))
+class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of `/api/pull`; the last one says `success`."""
+
+    status: str
+    digest: str = ""
+    total: int = 0
+    completed: int = 0
+
+
+PULL_LINES = (
+    ProgressLine("pulling manifest"),
+    ProgressLine("pulling", "sha256:8f0c2d7e", 96862464, 1048576),
+    ProgressLine("success"),
+)
+
+
+@ollama.post("/api/pull", ProgressLine("success"), lines=map(encode_line, PULL_LINES))
 async def pull(body: shapes.PullBody) -> Response:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted."""
     text = shapes.strip_tag(body.model)
@@ -307,7 +323,7 @@ async def pull(body: shapes.PullBody) -> Response:
             pass
     except SetupError as error:
         raise InvalidRequest(error.message, "model") from None
-    return StructResponse(shapes.ProgressLine("success"))
+    return StructResponse(ProgressLine("success"))
 
 
 def _parse(text: str) -> HubReference:
@@ -330,10 +346,10 @@ async def _lines(text: str, reference: HubReference) -> AsyncIterator[bytes]:
         yield ollama.frame_error(error)
 
 
-async def _pull(text: str, reference: HubReference) -> AsyncIterator[shapes.ProgressLine]:
+async def _pull(text: str, reference: HubReference) -> AsyncIterator[ProgressLine]:
     """The progress of a pull, which runs in a process of its own and ends with its reader."""
-    yield shapes.ProgressLine("pulling manifest")
-    plan = await asyncio.to_thread(_Plan, reference)
+    yield ProgressLine("pulling manifest")
+    look = await asyncio.to_thread(_make_look, reference)
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cllm", "pull", "--", text),
         stdin=asyncio.subprocess.DEVNULL,
@@ -343,7 +359,7 @@ async def _pull(text: str, reference: HubReference) -> AsyncIterator[shapes.Prog
     ending = asyncio.ensure_future(child.communicate())
     try:
         while not (await asyncio.wait((ending,), timeout=POLL_S))[0]:
-            yield await asyncio.to_thread(plan.look)
+            yield await asyncio.to_thread(look)
         said = (await ending)[1].decode(errors="replace").strip()
         if child.returncode:
             raise SetupError(said.rpartition("\n")[2].removeprefix("cllm: ") or "the pull was ended")
@@ -351,25 +367,19 @@ async def _pull(text: str, reference: HubReference) -> AsyncIterator[shapes.Prog
         if child.returncode is None:
             child.terminate()
         ending.cancel()
-    yield shapes.ProgressLine("success")
+    yield ProgressLine("success")
 
 
-class _Plan:
-    """The file to be pulled, and the part of it that is here."""
+def _make_look(reference: HubReference) -> Callable[[], ProgressLine]:
+    """Find the file to be pulled; return what tells the part of it that is here."""
+    from cllm.models.hub import make_hub
+    from cllm.models.pull import Pull, PullOptions, find_model
 
-    def __init__(self, reference: HubReference) -> None:
-        from cllm.models.hub import make_hub
-        from cllm.models.pull import Pull, PullOptions, find_model
-
-        with make_hub(reference) as hub:
-            model = find_model(hub, reference)
-            self._pull = Pull(hub, reference, model, PullOptions())
-        self._total = model.chosen.size
-        self._digest = f"sha256:{model.files[0].etag}"
-
-    def look(self) -> shapes.ProgressLine:
-        here = self._total - self._pull.missing_bytes()
-        return shapes.ProgressLine("pulling", self._digest, self._total, max(0, here))
+    with make_hub(reference) as hub:
+        model = find_model(hub, reference)
+        pull = Pull(hub, reference, model, PullOptions())
+    total, digest = model.chosen.size, f"sha256:{model.files[0].etag}"
+    return lambda: ProgressLine("pulling", digest, total, max(0, total - pull.missing_bytes()))
 
 
 @ollama.post("/api/copy", errors={400: _NAME_TAKEN, 404: _NOT_FOUND})
@@ -379,14 +389,14 @@ async def copy(body: shapes.CopyBody, http: HttpRequest) -> Response:
     return Response()
 
 
-@ollama.delete("/api/delete", shapes.ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
+@ollama.delete("/api/delete", ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
 async def delete(body: shapes.DeleteBody) -> Response:
     """Remove a model from this machine; one that is loaded is refused."""
     try:
         await asyncio.to_thread(_delete, shapes.strip_tag(body.model))
     except (SetupError, OSError) as error:
         raise InvalidRequest(str(error), "model") from None
-    return StructResponse(shapes.ProgressLine("success"))
+    return StructResponse(ProgressLine("success"))
 
 
 def _delete(name: str) -> None:

@@ -511,15 +511,6 @@ class ShowAnswer(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: list[str]
 
 
-class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of `/api/pull`; the last one says `success`."""
-
-    status: str
-    digest: str = ""
-    total: int = 0
-    completed: int = 0
-
-
 def format_time(seconds: float | None = None) -> str:
     """A time (default: now) as Go writes it."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
@@ -597,9 +588,4 @@ SHOW_EXAMPLE = make_shown(ModelInfo(**_INFO), MODEL_EXAMPLE.limits, 1767225600)
 LISTED_EXAMPLE = ListedModel(**make_entry(ModelInfo(**_INFO), 1767225600))
 RUNNING_EXAMPLE = RunningModel(
     **make_entry(ModelInfo(**_INFO), 1767225600), expires_at=CREATED, context_length=4096
-)
-PULL_LINES = (
-    ProgressLine("pulling manifest"),
-    ProgressLine("pulling", "sha256:8f0c2d7e", 96862464, 1048576),
-    ProgressLine("success"),
 )

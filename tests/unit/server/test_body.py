@@ -90,6 +90,17 @@ def test_a_refusal_names_the_field(given: Any, field: str | None, message: str) 
     assert (caught.value.field, caught.value.message) == (field, message)
 
 
+class Wider(Whole, kw_only=True):
+    ALIASES = {"free": ("open", "free")}
+
+
+def test_a_refusal_names_an_alias_of_a_base_class() -> None:
+    for name in ("max_limit", "open"):
+        with pytest.raises(InvalidRequest, match=f"^{name}: expected") as caught:
+            Wider.parse({"name": "a", name: True})
+        assert caught.value.field == name
+
+
 def test_a_body_nested_too_deep_is_refused() -> None:
     value: Any = 1
     for _ in range(MAX_DEPTH):
