@@ -72,11 +72,9 @@ class TokenizerWorker:
         return GrammarCompiler(self._vocabulary)  # takes half a second
 
     def warm_up(self) -> None:
-        """Build what is built once, so that the first chat and the first grammar hold up no text."""
+        """Build the grammar compiler, so that the first grammar holds up no text."""
         with self._lock:
             _ = self._constraints
-        for tools in (False, True):
-            self._prompts.describe(tools=tools)
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
