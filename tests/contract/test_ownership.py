@@ -90,9 +90,9 @@ def test_a_forgotten_sampler_is_freed_at_the_next_step(
     sampler, other = runner.create_sampler(DRAWN), runner.create_sampler(DRAWN)
     del sampler, other
     gc.collect()
-    assert runner._deferred_frees.qsize() == 2 and freed == []
+    assert runner.deferred_frees.qsize() == 2 and freed == []
     feed(runner, 0, [65])
-    assert runner._deferred_frees.empty() and len(freed) == 2
+    assert runner.deferred_frees.empty() and len(freed) == 2
 
 
 def test_samplers_of_answered_requests_are_freed_at_once(
@@ -107,7 +107,7 @@ def test_samplers_of_answered_requests_are_freed_at_once(
     driver.scheduler.cancel("r0")
     driver.finish()
     assert len(freed) == 9
-    assert runner._deferred_frees.empty()
+    assert runner.deferred_frees.empty()
 
 
 def test_a_sampler_may_be_closed_twice_but_not_used_again(

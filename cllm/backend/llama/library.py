@@ -237,6 +237,7 @@ class Owned:
     def __init__(self, pointer: Any, free: Callable[[Any], Any], deferred_frees: DeferredFrees) -> None:
         assert pointer, "a native constructor returned NULL"
         self.pointer = pointer
+        self.deferred_frees = deferred_frees
         self._free = free
         self._finalizer = weakref.finalize(self, deferred_frees.put, (free, pointer))
         self._finalizer.atexit = False  # at exit the system frees everything

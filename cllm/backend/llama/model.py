@@ -35,7 +35,8 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 _BYTE_LEVEL = _byte_level()
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
-_POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as in GGUF files
+# By their numbers in llama.cpp and in GGUF files.
+POOLING_TYPES = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
 
 
 def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_only: bool) -> list[Any]:
@@ -134,7 +135,8 @@ class LlamaModel(Owned):
         # A token of a causal model attends only to those before it.
         self.causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
         # Not LAST by default: a generating model's last state is about the next token, not about the text.
-        own_pooling = _POOLING.get(self.metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
+        own = self.metadata(f"{self.architecture}.pooling_type") or ""
+        own_pooling = POOLING_TYPES[int(own)] if own in ("1", "2", "3", "4") else Pooling.MEAN
         self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
         ranks = self.pooling is Pooling.RANK
         length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out

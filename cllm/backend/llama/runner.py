@@ -55,7 +55,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
     ) -> None:
         self._library = library or load(gpu=wants_gpu(config))
         self._config = config
-        self._deferred_frees = frees = DeferredFrees()
+        frees = DeferredFrees()
         self._embedding: EmbeddingContext | None = None
         self._drafts: DraftModel | None = None
         self._submitted: Batch | None = None
@@ -89,7 +89,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         self.batch_sampler = BatchSampler(self.api, self.vocabulary.size, threads, scan)
         self._open.callback(self.batch_sampler.close)
         context = self.limits.sequence_cells
-        self._dry = DryPrototypes(self.api, self.vocabulary.pointer, context, self._deferred_frees)
+        self._dry = DryPrototypes(self.api, self.vocabulary.pointer, context, self.deferred_frees)
         self._open.callback(self._dry.close)
         if not self.info.generates:
             self.open_embedding()
@@ -163,7 +163,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         return 0.0 if code else seconds
 
     def submit(self, batch: Batch) -> None:
-        self._deferred_frees.free_all()
+        self.deferred_frees.free_all()
         self._submitted = batch
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
@@ -229,7 +229,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         if not params.greedy:
             size = self.vocabulary.size
             pointer = build_chain(self.api, params, dry=self._dry, vocabulary_size=size, context=context)
-            chain = Owned(pointer, self.api.llama_sampler_free, self._deferred_frees)
+            chain = Owned(pointer, self.api.llama_sampler_free, self.deferred_frees)
         excluded = self._ends if params.ignore_eos else NO_TOKENS
         return LlamaSampler(self.api, params, chain, excluded, context)
 
@@ -246,15 +246,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
 
     def open_embedding(self) -> None:
         if self._embedding is None:
-            self._embedding = EmbeddingContext(
-                self._library,
-                self._model,
-                self._config,
-                self.limits.embed,
-                self.workers,
-                self._deferred_frees,
-                self._sizes.kv // self.limits.cells,
-            )
+            cell_bytes = self._sizes.kv // self.limits.cells
+            self._embedding = EmbeddingContext(self, self._model, self._config, cell_bytes)
             self._open.callback(self._embedding.close)  # before the context, whose workers it borrows
 
     def reset_embedding(self) -> None:
