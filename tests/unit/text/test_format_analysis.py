@@ -114,5 +114,5 @@ def test_tools_that_a_template_fails_on_are_described_in_words() -> None:
     for kind, in_words in (("string", False), ("object", True)):
         parameter = {"type": kind, "description": "Any."}
         tool = Tool("look", "Looks", {"type": "object", "properties": {"a": parameter}, "required": ["a"]})
-        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool.for_template(),)))
+        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool,)))
         assert "look" in rendered and ("You can call these tools" in rendered) is in_words
