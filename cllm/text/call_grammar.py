@@ -9,14 +9,9 @@ from typing import Any
 
 from cllm.text.argument_values import get_types, resolve
 from cllm.text.chat_format import (
-    ARGUMENTS,
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    TYPE,
     CallStyle,
     ChatFormat,
+    Slot,
     Tool,
     first_piece,
     split_slots,
@@ -29,7 +24,7 @@ from cllm.types import ConstraintKind, ConstraintSpec
 MAX_CALLS = 16  # in one answer
 MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
 MAX_FREE = 8  # arguments of a tool that does not name them
-_SLOTS = {ID: r"/[a-zA-Z0-9]{9}/", INDEX: r"/[0-9]{1,2}/"}
+_SLOTS = {Slot.ID: r"/[a-zA-Z0-9]{9}/", Slot.INDEX: r"/[0-9]{1,2}/"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
 _QUOTE, _COMMA = '<|"|>', '","'
 
@@ -115,7 +110,7 @@ class _Grammar:
     def _text(self, text: str, name: str = "", kind: str = "") -> str:
         """A marker: literals, control tokens and slots."""
         written: list[str] = []
-        words = {NAME: json.dumps(name), TYPE: json.dumps(kind), **_SLOTS}
+        words = {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind), **_SLOTS}
         for part in split_slots(text):
             if part in words:
                 written.append(words[part])
@@ -137,19 +132,19 @@ class _Grammar:
         for tool, place in zip(self._tools, places, strict=True):
             properties: dict[str, Any] = {}
             for key, slot in self._form.keys:
-                name = tool.name if key == NAME else key
+                name = tool.name if key == Slot.NAME else key
                 properties[name] = self._value_schema(tool, slot, f"#{place}/properties/{_escape(name)}")
             closed = {"required": list(properties), "additionalProperties": False}
             calls.append({"type": "object", "properties": properties, **closed})
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **self._style()}
 
     def _value_schema(self, tool: Tool, slot: str, place: str) -> Any:
-        if slot == ARGUMENTS:
+        if slot == Slot.ARGUMENTS:
             return relocate(forbid_extra_arguments(tool.schema), place)
-        patterns = {ID: "^[a-zA-Z0-9]{9}$", INDEX: "^[0-9]{1,2}$"}
+        patterns = {Slot.ID: "^[a-zA-Z0-9]{9}$", Slot.INDEX: "^[0-9]{1,2}$"}
         if slot in patterns:
             return {"type": "string", "pattern": patterns[slot]}
-        return {"const": tool.name if slot == NAME else json.loads(slot)}
+        return {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
 
     def _style(self) -> dict[str, Any]:
         # Only the blanks that models were trained to write: free whitespace could go on without end.
@@ -213,7 +208,7 @@ class _Grammar:
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        return f"{opening} {self._tagged(rule, form.value_closing.replace(KEY, key), schema, root)}"
+        return f"{opening} {self._tagged(rule, form.value_closing.replace(Slot.KEY, key), schema, root)}"
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
@@ -308,7 +303,7 @@ class _Grammar:
         """An argument of any name."""
         form = self._form
         opening, closing = self._text(form.key_opening), self._text(form.key_closing, kind="string")
-        raw = self._raw(f"{rule}_free", form.value_closing.replace(KEY, ""), {})
+        raw = self._raw(f"{rule}_free", form.value_closing.replace(Slot.KEY, ""), {})
         return f"{opening} /[a-zA-Z0-9_]{{1,64}}/ {closing} {raw}"
 
 

@@ -13,12 +13,7 @@ from cllm.text.argument_values import (
     parse_json,
     parse_literal,
 )
-from cllm.text.chat_format import (
-    ARGUMENTS,
-    NAME,
-    CallFormat,
-    CallStyle,
-)
+from cllm.text.chat_format import CallFormat, CallStyle, Slot
 
 MAX_NAME = 256  # characters of a name, and of what stands between a name and its arguments
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters", "args")
@@ -76,9 +71,9 @@ class ObjectCallParser(CallParser):
         """With a known `name`, only the object of the arguments is read."""
         super().__init__(name)
         keys = form.keys if form is not None else ()
-        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == NAME))
-        self._name_is_key = any(key == NAME for key, _ in keys)
-        self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == ARGUMENTS != key))
+        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == Slot.NAME))
+        self._name_is_key = any(key == Slot.NAME for key, _ in keys)
+        self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == Slot.ARGUMENTS != key))
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
         self._wants, self._key = (_Wants.OBJECT, "") if name is None else (_Wants.VALUE, ARGUMENT_KEYS[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cllm.text.chat_format import INDEX, NAME, TYPE, CallFormat, CallStyle, ChatFormat
+from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot
 
 _HARMONY = "<|start|>assistant"
 _MUSE = "<|start|>assistant to="
@@ -48,7 +48,7 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
             exact=True,
             calls=CallFormat(
                 style=CallStyle.TAGGED,
-                opening=f'{_MUSE}{NAME}<|message|><atem:function_calls>\n<atem:invoke name="',
+                opening=f'{_MUSE}{Slot.NAME}<|message|><atem:function_calls>\n<atem:invoke name="',
                 after_name='">\n',
                 key_opening='<atem:parameter name="',
                 key_closing='">',
@@ -75,9 +75,9 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
                 section_opening="<|open|>tools<|sep|>",
                 section_closing="<|close|>tools<|sep|>",
                 opening='<|open|>call tool="',
-                after_name=f'" index="{INDEX}"<|sep|>',
+                after_name=f'" index="{Slot.INDEX}"<|sep|>',
                 key_opening='<|open|>argument key="',
-                key_closing=f'" type="{TYPE}"<|sep|>',
+                key_closing=f'" type="{Slot.TYPE}"<|sep|>',
                 value_closing="<|close|>argument<|sep|>",
                 closing="<|close|>call<|sep|>",
                 between="",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from cllm.text.chat_format import GENERIC, Call, CallFormat, write_calls
+from cllm.text.chat_format import GENERIC, CallFormat, WrittenCall, write_calls
 
 Message = dict[str, Any]
 Fold = Callable[[list[Message]], list[Message]]
@@ -80,7 +80,7 @@ def describe_tools(
     messages: list[Message], tools: Sequence[Mapping[str, Any]], form: CallFormat
 ) -> list[Message]:
     """Tools in words, in the system message, for templates that take none; calls as the model writes them."""
-    example = write_calls(form, [Call("the tool's name", {"argument": "value"}, "000000000")])
+    example = write_calls(form, [WrittenCall("the tool's name", {"argument": "value"}, "000000000")])
     shown = GENERIC_FORM if form == GENERIC.calls else f"a call of this form: {example}"
     text = INSTRUCTIONS.format(tools="\n".join(_dump(tool["function"]) for tool in tools), form=shown)
     if messages and messages[0]["role"] == "system":
@@ -95,7 +95,8 @@ def write_calls_as_text(messages: list[Message], form: CallFormat) -> list[Messa
         if "tool_calls" in message:
             given = arguments_as_object([message])[0]["tool_calls"]
             calls = [
-                Call(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in given
+                WrittenCall(call["function"]["name"], call["function"]["arguments"], call["id"])
+                for call in given
             ]
             message = {key: value for key, value in message.items() if key != "tool_calls"}
             before = form.before if message["content"] else ""

@@ -13,18 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cllm.text.chat_format import (
-    ARGUMENTS,
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    TYPE,
-    CallFormat,
-    CallStyle,
-    ChatFormat,
-    Tool,
-)
+from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot, Tool
 from cllm.text.declared_formats import declared_format, described_calls
 from cllm.text.format_probe import FIELDS, IDS, KEYS, NAMES, REASON, TEXT, TYPED, VALUES, Probe, Render
 from cllm.text.output_parser import OutputParser, ToolCallStart
@@ -153,8 +142,8 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
         objects = [two[slice(*first)], two[slice(*second)]]
         pieces = [two[: first[0]], two[first[1] : second[0]], two[second[1] :]]
     parsed = [json.loads(text) for text in objects]
-    keys = tuple((NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
-    if not {NAME, ARGUMENTS} <= {part for pair in keys for part in pair}:
+    keys = tuple((Slot.NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
+    if not {Slot.NAME, Slot.ARGUMENTS} <= {part for pair in keys for part in pair}:
         raise Underivable
     compact = objects[0] == json.dumps(parsed[0], separators=(",", ":"))
     return CallFormat(style=CallStyle.JSON, keys=keys, compact=compact, **_frame(pieces))
@@ -163,14 +152,14 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
 def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
     value = objects[0][key]
     if value == NAMES[0]:
-        return NAME
+        return Slot.NAME
     if isinstance(value, Mapping) and KEYS[0] in value:
-        return ARGUMENTS
+        return Slot.ARGUMENTS
     if value == IDS[0]:
-        return ID
+        return Slot.ID
     if len(objects) > 1 and (second := objects[1].get(key)) != value:
         if str(value).isdigit() and str(second).isdigit():
-            return INDEX
+            return Slot.INDEX
         raise Underivable
     return json.dumps(value)
 
@@ -207,18 +196,20 @@ def _derive_tagged(probe: Probe, one: str, two: str) -> CallFormat:
         pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
         return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
     nested = ""
-    keyed = [part.replace(key, KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
-    if KEY in keyed[0]:
-        nested = re.split(rf"</{KEY}>", keyed[0])[0]
+    keyed = [part.replace(key, Slot.KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
+    if Slot.KEY in keyed[0]:
+        nested = re.split(rf"</{Slot.KEY}>", keyed[0])[0]
     value_closing = _common_prefix(*keyed)
     key_opening = _common_suffix(to_key, keyed[0][len(value_closing) :])
     if not value_closing.strip() or not key_opening.strip():
         raise Underivable
     closing, types = _find_types(probe, to_value)
-    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], KEY)[len(value_closing) :]]
+    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], Slot.KEY)[len(value_closing) :]]
     if two:
         ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
-        cut = [end.replace(key, KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)]
+        cut = [
+            end.replace(key, Slot.KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)
+        ]
         frame_pieces = [two.partition(NAMES[0])[0], *cut]
     after_name = to_key[: len(to_key) - len(key_opening)]
     if two:
@@ -262,7 +253,7 @@ def _find_types(probe: Probe, to_value: str) -> tuple[str, tuple[tuple[str, str]
         for kind, text in closings.items()
         if text.startswith(before) and text.endswith(after)
     }
-    return before + TYPE + after, tuple(words.items())
+    return before + Slot.TYPE + after, tuple(words.items())
 
 
 def _spellings(value: Any) -> list[str]:
@@ -273,11 +264,11 @@ def _spellings(value: Any) -> list[str]:
 
 def _frame(pieces: Sequence[str]) -> dict[str, Any]:
     """The markers around calls, from the text before the first call, between two, and after the last."""
-    first, *middle, last = (piece.replace(IDS[0], ID).replace(IDS[1], ID) for piece in pieces)
-    first, last = first.replace(NAMES[0], NAME), last.replace(NAMES[1], NAME)
+    first, *middle, last = (piece.replace(IDS[0], Slot.ID).replace(IDS[1], Slot.ID) for piece in pieces)
+    first, last = first.replace(NAMES[0], Slot.NAME), last.replace(NAMES[1], Slot.NAME)
     if not middle:
         return {"opening": first, "closing": last, "between": ""}
-    between = middle[0].replace(NAMES[1], NAME)
+    between = middle[0].replace(NAMES[1], Slot.NAME)
     closing = _common_prefix(between, last)
     opening = _common_suffix(first, between[len(closing) :])
     return {
@@ -400,10 +391,10 @@ def _between(text: str, first: str, second: str) -> str:
 
 def _join(markers: Sequence[str]) -> str:
     """One marker for several calls: what differs becomes a slot. Raises Underivable."""
-    slots = [marker.replace(call_id, ID) for marker, call_id in zip(markers, IDS, strict=False)]
+    slots = [marker.replace(call_id, Slot.ID) for marker, call_id in zip(markers, IDS, strict=False)]
     if len(set(slots)) == 1:
         return slots[0]
-    numbers = [re.sub(r"\d+", INDEX, marker) for marker in slots]
+    numbers = [re.sub(r"\d+", Slot.INDEX, marker) for marker in slots]
     if len(set(numbers)) > 1:
         raise Underivable
     return numbers[0]

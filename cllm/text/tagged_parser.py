@@ -8,7 +8,7 @@ from typing import Any
 
 from cllm.text.argument_values import convert, dump, get_property, get_types
 from cllm.text.call_parser import MAX_NAME, NamedParser
-from cllm.text.chat_format import KEY, TYPE, CallFormat, first_piece, split_slots
+from cllm.text.chat_format import CallFormat, Slot, first_piece, split_slots
 from cllm.text.detokenizer import count_possible
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"
@@ -25,7 +25,7 @@ class TaggedCallParser(NamedParser):
         self._opening = form.key_opening.strip()
         ends = (form.closing, form.section_closing, form.opening, form.section_opening)
         self._ends = tuple(part for end in ends if (part := first_piece(end)))
-        self._typed = TYPE in form.key_closing
+        self._typed = Slot.TYPE in form.key_closing
         literals = split_slots(form.key_closing)[::2]
         self._key_ends = [part for literal in literals if (part := literal.strip())]
         self._blank = form.key_closing[len(form.key_closing.rstrip()) :]  # before a value
@@ -85,7 +85,7 @@ class TaggedCallParser(NamedParser):
 
     def _start_value(self, key: str, word: str) -> None:
         self._key, self._value = key, []
-        self._closing = self._form.value_closing.replace(KEY, key).rstrip()
+        self._closing = self._form.value_closing.replace(Slot.KEY, key).rstrip()
         kinds = frozenset(kind for kind, written in self._form.types if written == word)
         schema = self._schemas.get(self.name or "", {})
         self._property = get_property(schema, key), schema

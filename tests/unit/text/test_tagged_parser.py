@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cllm.text.chat_format import Call, ChatFormat, Tool, write_calls
+from cllm.text.chat_format import ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import OutputParser
 from tests.driver.turns import collect, get_family
 from tests.unit.text.formats import FORMATS
@@ -28,7 +28,7 @@ def read(chat_format: ChatFormat, parameters: dict[str, Any], written: str, size
 def test_a_closing_in_a_string_of_json_is_a_part_of_it(name: str, size: int) -> None:
     closing = FORMATS[name].calls.value_closing.strip()
     arguments = {"map": {f"a{closing}": f'{closing}"b\\', "c": [closing]}, "last": "x"}
-    written = write_calls(FORMATS[name].calls, [Call("look", arguments)])
+    written = write_calls(FORMATS[name].calls, [WrittenCall("look", arguments)])
     parameters = {"map": {"type": "object"}, "last": {"type": "string"}}
     assert read(FORMATS[name], parameters, written, size) == arguments
 
@@ -38,14 +38,14 @@ def test_nested_tags_may_have_the_name_of_their_argument(size: int) -> None:
     known = get_family("MiniMax-M3").format
     inner = {"type": "object", "properties": {"path": {"type": "string"}, "items": {"type": "array"}}}
     arguments = {"path": {"path": "7", "items": []}, "name": "b"}
-    written = write_calls(known.calls, [Call("look", arguments)])
+    written = write_calls(known.calls, [WrittenCall("look", arguments)])
     parameters = {"path": inner, "name": {"type": "string"}}
     assert read(known, parameters, written, size) == arguments, "by the schema: a text, and an empty list"
 
 
 def test_gemmas_values_may_hold_json() -> None:
     known = FORMATS["gemma"]
-    written = write_calls(known.calls, [Call("look", {"map": "HERE", "b": 1})])
+    written = write_calls(known.calls, [WrittenCall("look", {"map": "HERE", "b": 1})])
     for value in ('["}],\\"", {"a b": "]"}]', '{"x": "y:{"}'):
         text = written.replace('<|"|>HERE<|"|>', value)
         assert text != written
