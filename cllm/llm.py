@@ -51,7 +51,6 @@ from cllm.server.dialects.openai.chat_body import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.dialects.openai.fields import OpenAIBody
 from cllm.server.submit import build_request, check_tokens
-from cllm.text.embeddings import to_vector
 from cllm.types import (
     SEED_SPACE,
     FinishReason,
@@ -63,6 +62,7 @@ from cllm.types import (
     SamplingParams,
     TokenLogprob,
     Usage,
+    to_vector,
 )
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.supervisor import WORKER_MODULE

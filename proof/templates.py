@@ -17,7 +17,7 @@ from typing import Any
 from cllm.build.toolchain import cache_directory, run_pip
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate, TemplateRefused
-from cllm.text.folding import prepare
+from cllm.text.message_rewrites import prepare
 from cllm.text.prompt import PromptBuilder
 from proof.command import make_parser
 from tests.driver.chat_shapes import SHAPES

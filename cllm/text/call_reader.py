@@ -7,9 +7,15 @@ from typing import Any
 
 import msgspec
 
-from cllm.text.call_parser import CallParser, LiteralCallParser, NamedCallParser, ObjectCallParser
+from cllm.text.call_parser import (
+    CallParser,
+    LiteralCallParser,
+    NamedCallParser,
+    ObjectCallParser,
+    Schemas,
+    TaggedCallParser,
+)
 from cllm.text.chat_format import CallFormat, CallStyle, Tool, first_piece, split_slots
-from cllm.text.tagged_parser import Schemas, TaggedCallParser
 
 MAX_SLOT = 256  # characters of an id
 MAX_HELD = 4096  # characters by which a call may equal an earlier one before it is reported

@@ -6,6 +6,7 @@ from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot
 
 _HARMONY = "<|start|>assistant"
 _MUSE = "<|start|>assistant to="
+_TYPES = ("string", "number", "boolean", "object", "array", "null")
 
 # By a text that the template renders.
 DECLARED: tuple[tuple[str, ChatFormat], ...] = (
@@ -81,15 +82,7 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
                 value_closing="<|close|>argument<|sep|>",
                 closing="<|close|>call<|sep|>",
                 between="",
-                types=(
-                    ("string", "string"),
-                    ("integer", "number"),
-                    ("number", "number"),
-                    ("boolean", "boolean"),
-                    ("object", "object"),
-                    ("array", "array"),
-                    ("null", "null"),
-                ),
+                types=(*((kind, kind) for kind in _TYPES), ("integer", "number")),
             ),
             takes_tools=True,
             writes_calls=True,
@@ -124,13 +117,3 @@ DESCRIBED: tuple[tuple[str, CallFormat], ...] = (
     ),  # Granite
     ("<tool_call>", CallFormat(opening="<tool_call>\n", closing="\n</tool_call>", before="\n")),  # Hermes
 )
-
-
-def declared_format(rendered: str) -> ChatFormat | None:
-    """The declared format of a template that renders these texts, or None."""
-    return next((declared for mark, declared in DECLARED if mark in rendered), None)
-
-
-def described_calls(rendered: str) -> CallFormat | None:
-    """The calls of a template that describes tools with these texts, or None."""
-    return next((calls for mark, calls in DESCRIBED if mark in rendered), None)

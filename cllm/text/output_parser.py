@@ -13,7 +13,7 @@ from cllm.text.call_reader import CallReader, get_entries
 from cllm.text.call_reader import ToolCallArguments as ToolCallArguments
 from cllm.text.call_reader import ToolCallStart as ToolCallStart
 from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, Tool
-from cllm.text.detokenizer import count_possible
+from cllm.text.detokenizer import count_common, count_possible
 
 # Written also by models whose calls have no opening.
 PYTHON_LIST = CallFormat(
@@ -251,8 +251,7 @@ class _TextRun:
         if self.skip is None:
             text = text.lstrip()
         elif self.skip:
-            shared = next((i for i, (a, b) in enumerate(zip(text, self.skip, strict=False)) if a != b), None)
-            shared = min(len(text), len(self.skip)) if shared is None else shared
+            shared = count_common(text, self.skip)
             text, self.skip = text[shared:], self.skip[shared:]
         if not text:
             return []

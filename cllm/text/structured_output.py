@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.text.json_schema import close_schemas, parse_schemas
+from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -32,7 +32,6 @@ from cllm.types import (
 )
 
 MAX_SOURCE = 256 << 10  # characters
-MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
 MAX_RULES = 512  # of a grammar
 STACK_BYTES = 256 << 20  # of native recursion; 64 MiB were not enough for sources within the limits
 MIN_COMPILED_BYTES = 32 << 10
@@ -288,8 +287,8 @@ def _check_size(spec: ConstraintSpec) -> None:
     field = spec.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
-    if _depth(spec.source) > MAX_DEPTH:
-        raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field)
+    if count_nesting(spec.source) > MAX_NESTING:  # before native code reads it
+        raise InvalidRequest(f"{field}: nested deeper than {MAX_NESTING}", field)
     if (rules := _rules(spec)) > MAX_RULES:
         raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
 
@@ -320,11 +319,6 @@ def to_llguidance(spec: ConstraintSpec) -> str:
 def _literal(text: str) -> str:
     """A regular expression that matches exactly this text."""
     return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text)
-
-
-def _depth(source: str) -> int:
-    changes = ((character in "([{") - (character in ")]}") for character in source)
-    return max(accumulate(changes, initial=0))
 
 
 def _rules(spec: ConstraintSpec) -> int:

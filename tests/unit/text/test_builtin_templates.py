@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.errors import ConfigError
-from cllm.text.builtin_templates import BUILTIN_TEMPLATES
-from cllm.text.chat_template import ChatTemplate, read_template
+from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate, read_template
 
 MESSAGES = [
     {"role": "system", "content": "S"},

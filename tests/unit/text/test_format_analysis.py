@@ -11,8 +11,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_format import GENERIC, CallStyle, Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
-from cllm.text.format_probe import KEYS, NAMES, REASON, TEXT, USER, VALUES
+from cllm.text.format_analysis import KEYS, NAMES, REASON, TEXT, USER, VALUES, derive_format
 from cllm.text.prompt import Chat, PromptBuilder
 from scripts import format_table
 from tests.driver.corpus import template_files

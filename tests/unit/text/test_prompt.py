@@ -52,7 +52,7 @@ def test_a_model_without_a_template_gets_chatml() -> None:
 
 
 def test_a_template_that_refuses_every_shape_is_a_client_error() -> None:
-    with pytest.raises(InvalidRequest, match=r"roles must alternate.*folding .* did not help") as refusal:
+    with pytest.raises(InvalidRequest, match=r"roles must alternate.*merging .* did not help") as refusal:
         tokens_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "hi"})
     assert refusal.value.field == "messages"
 

@@ -20,7 +20,7 @@ from cllm.server.dialect import StructResponse
 from cllm.server.dialects.anthropic import anthropic
 from cllm.server.dialects.anthropic.messages_body import CountBody, MessagesBody
 from cllm.server.submit import make_request, model_name, use_engine
-from cllm.text.folding import parse_object
+from cllm.text.argument_values import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 

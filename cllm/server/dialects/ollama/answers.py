@@ -19,7 +19,7 @@ from cllm.server.dialects.ollama.bodies import MODEL
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.fields import REASONING
 from cllm.server.dialects.openai.models import ModelDetails, make_model
-from cllm.text.folding import parse_object
+from cllm.text.argument_values import parse_object
 from cllm.types import Limits, ModelInfo
 
 VERSION = "0.20.0"  # of Ollama: VS Code asks for 0.6.4 or newer, others for the version of a route they use

@@ -28,8 +28,7 @@ from cllm.server.middleware import check_operator
 from cllm.server.sse import GONE, EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
-from cllm.text.embeddings import RAW, to_vector
-from cllm.types import Pooling, TokenLogprob, Usage
+from cllm.types import RAW, Pooling, TokenLogprob, Usage, to_vector
 
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
 

@@ -26,8 +26,7 @@ from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
-from cllm.text.embeddings import RAW, to_vector
-from cllm.types import Pooling, Request
+from cllm.types import RAW, Pooling, Request, to_vector
 
 MAX_INPUTS = 2048
 ENTRIES_AT_A_TIME = 64

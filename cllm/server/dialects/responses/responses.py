@@ -24,7 +24,7 @@ from cllm.server.dialects.responses import llama_responses, responses
 from cllm.server.dialects.responses.responses_body import ResponseItem, ResponsesBody
 from cllm.server.dialects.responses.store import NOT_STORED, ResponseStore, StoredResponse
 from cllm.server.submit import make_request, model_name, use_engine
-from cllm.text.folding import parse_object
+from cllm.text.argument_values import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"

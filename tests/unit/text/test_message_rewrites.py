@@ -15,7 +15,7 @@ from cllm.testing import FakeVocabulary
 from cllm.text import chat_template
 from cllm.text.chat_format import Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.folding import THOUGHTS, prepare
+from cllm.text.message_rewrites import REASONING_FIELDS, prepare
 from cllm.text.prompt import Chat, PromptBuilder
 from tests.profiles import examples
 
@@ -215,7 +215,7 @@ def test_only_the_assistant_calls() -> None:
 
 def test_reasoning_goes_by_every_name() -> None:
     (message,) = prepare([say("assistant", "a", reasoning_content="hm")])
-    assert [message[name] for name in THOUGHTS] == ["hm"] * len(THOUGHTS)
+    assert [message[name] for name in REASONING_FIELDS] == ["hm"] * len(REASONING_FIELDS)
     (quiet,) = prepare([say("assistant", "a", reasoning_content="", thinking=None)])
     assert quiet == say("assistant", "a")
 
