@@ -340,21 +340,18 @@ class _Turns(NamedTuple):
         )
 
 
-def _same(form: str, trim: bool = False) -> _Turns:
+def _same(form: str, roles: str = "system user assistant", trim: bool = False) -> _Turns:
     """Messages that differ in the name of their role only."""
-    system, user, assistant = (form.replace("ROLE", role) for role in ("system", "user", "assistant"))
+    system, user, assistant = (form.replace("ROLE", role) for role in roles.split())
     return _Turns(system, user, assistant, assistant.split("{}")[0], trim=trim)
 
 
 _END = "<｜end▁of▁sentence｜>"
-_TURN = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
+_COMMAND = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
+_OPENCHAT = "GPT4 Correct Assistant:"
 _TURNS = {
     "chatml": _same("<|im_start|>ROLE\n{}<|im_end|>\n"),
-    "command-r": _Turns(
-        *(_TURN.replace("ROLE", role) for role in ("SYSTEM", "USER", "CHATBOT")),
-        opening="<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        trim=True,
-    ),
+    "command-r": _same(_COMMAND, "SYSTEM USER CHATBOT", trim=True),
     "deepseek": _Turns("{}", "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "### Response:\n"),
     "deepseek2": _Turns("{}\n\n", "User: {}\n\n", "Assistant: {}" + _END, "Assistant:"),
     "deepseek3": _Turns("{}\n\n", "<｜User｜>{}", "<｜Assistant｜>{}" + _END, "<｜Assistant｜>"),
@@ -381,8 +378,9 @@ _TURNS = {
     "mistral-v7-tekken": _Turns("[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}</s>"),
     "openchat": _Turns(
         "{}<|end_of_turn|>",
-        *(f"GPT4 Correct {role}: {{}}<|end_of_turn|>" for role in ("User", "Assistant")),
-        opening="GPT4 Correct Assistant:",
+        "GPT4 Correct User: {}<|end_of_turn|>",
+        f"{_OPENCHAT} {{}}<|end_of_turn|>",
+        _OPENCHAT,
     ),
     "phi3": _same("<|ROLE|>\n{}<|end|>\n"),
     "phi4": _same("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),

@@ -160,34 +160,36 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
                 continue
             raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None
         found.append(EmbeddedSchema(begin, end, schema))
-        references += count_references(schema)
+        references += _inspect(schema, field)
     if spec.kind is ConstraintKind.JSON_SCHEMA and source[found[0].end :].strip():
         raise InvalidRequest(f"{field}: the schema is not valid JSON: text follows it", field)
     if spec.kind is ConstraintKind.GRAMMAR:
-        references = max(references, len(_REFERENCE.findall(_unescape(source))))
+        plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+        references = max(references, len(_REFERENCE.findall(plain)))
     if references > MAX_REFERENCES:
         message = f"{references} references ($ref), the limit is {MAX_REFERENCES}: write some of them out"
         raise InvalidRequest(f"{field}: {message}", field)
-    for each in found:
-        _check_numbers(each.schema, field)
     return found
 
 
-def count_references(schema: Any) -> int:
-    """Count the references of a parsed schema, however they were spelled."""
-    count, left = 0, [schema]
+def _inspect(schema: Any, field: str) -> int:
+    """Count the references of a parsed schema, however they were spelled.
+
+    Raises InvalidRequest for a number that llguidance cannot write as it is.
+    """
+    references, left = 0, [(schema, False)]
     while left:
-        value = left.pop()
+        value, written = left.pop()  # a value, and if answers may have it
         if isinstance(value, Mapping):
-            count += len(value.keys() & _REFERENCES)
-            left += value.values()
+            references += len(value.keys() & _REFERENCES)
+            left += [(inner, written or key in ("const", "enum")) for key, inner in value.items()]
         elif isinstance(value, list):
-            left += value
-    return count
-
-
-def _unescape(source: str) -> str:
-    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+            left += [(inner, written) for inner in value]
+        elif isinstance(value, int | float) and (
+            value <= _MIN_NUMBER or (written and abs(value) > MAX_EXACT)
+        ):
+            raise InvalidRequest(f"{field}: {value} is beyond the numbers that can be written exactly", field)
+    return references
 
 
 def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> str:
@@ -202,18 +204,6 @@ def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> st
     except (ValueError, TypeError):
         return spec.source  # no schema: the compiler says why
     return "".join(parts) + spec.source[done:]
-
-
-def _check_numbers(schema: Any, field: str, *, written: bool = False) -> None:
-    """Raise InvalidRequest for a number that llguidance cannot write as it is; `written`: of an answer."""
-    if isinstance(schema, Mapping):
-        for key, inner in schema.items():
-            _check_numbers(inner, field, written=written or key in ("const", "enum"))
-    elif isinstance(schema, list):
-        for inner in schema:
-            _check_numbers(inner, field, written=written)
-    elif isinstance(schema, int | float) and (schema <= _MIN_NUMBER or (written and abs(schema) > MAX_EXACT)):
-        raise InvalidRequest(f"{field}: {schema} is beyond the numbers that can be written exactly", field)
 
 
 def close_objects(schema: Any) -> Any:

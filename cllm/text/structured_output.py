@@ -289,8 +289,11 @@ def _check_size(spec: ConstraintSpec) -> None:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
     if count_nesting(spec.source) > MAX_NESTING:  # before native code reads it
         raise InvalidRequest(f"{field}: nested deeper than {MAX_NESTING}", field)
-    if (rules := _rules(spec)) > MAX_RULES:
-        raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
+    if spec.kind is ConstraintKind.GRAMMAR:
+        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
+        rules = bare.count("::=") + bare.replace("::=", "").count(":")  # at most
+        if rules > MAX_RULES:
+            raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
 
 
 def to_llguidance(spec: ConstraintSpec) -> str:
@@ -319,14 +322,6 @@ def to_llguidance(spec: ConstraintSpec) -> str:
 def _literal(text: str) -> str:
     """A regular expression that matches exactly this text."""
     return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text)
-
-
-def _rules(spec: ConstraintSpec) -> int:
-    """Upper bound of the rules of a grammar."""
-    if spec.kind is ConstraintKind.GRAMMAR:
-        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
-        return bare.count("::=") + bare.replace("::=", "").count(":")
-    return 0
 
 
 def _first_line(text: str) -> str:
