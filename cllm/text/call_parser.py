@@ -60,7 +60,7 @@ class CallParser:
 
 
 class _Wants(Enum):
-    """What the parser of an object expects next."""
+    """The next part of an object."""
 
     OBJECT = "{"
     KEY = "a key, a comma or }"

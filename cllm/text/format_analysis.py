@@ -88,7 +88,7 @@ class TemplateProbe:
         return {"id": IDS[number], "type": "function", "function": function}
 
     def _tail(self, messages: Sequence[Message], **options: Any) -> str:
-        """What follows the user's word; empty where the template refuses."""
+        """The text after the user's word; empty where the template refuses."""
         rendered = self._try(messages, tools=self._tools, **options) or self._try(messages, **options) or ""
         return rendered.rpartition(USER)[2]
 

@@ -135,7 +135,7 @@ class OutputParser:
         return self._read_bare(final) if start[:1] in ("{", "[") else self._enter_text()
 
     def _read_bare(self, final: bool) -> bool:
-        """Where calls have no opening, an answer that starts like a call is held back until it is certain."""
+        """Hold back an answer that starts like a call without an opening, until it is certain."""
         if found := re.match(r"\s*\[\s*([A-Za-z_][\w.-]*)(\s*\()?", self._buffer):
             if found[2] and found[1] in self._tools:
                 self._calls.use(PYTHON_LIST)
@@ -287,7 +287,7 @@ class _TextRun:
         return events
 
     def end(self, kind: TextKind, left: str | None) -> list[ContentText | ReasoningText]:
-        """A marker follows, with `left` blanks before it (None: any)."""
+        """A marker follows, with the blanks `left` before it; None stands for any blanks."""
         held, said = self.blanks, self.said
         self.said, self.skip, self._held = False, "", []
         if not said or left is None:

@@ -88,7 +88,7 @@ class PromptBuilder:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
-        """`tool_template` is for conversations with tools, where the model has two. None: ChatML."""
+        """`tool_template` is for conversations with tools, where the model has two; the default is ChatML."""
         self._vocabulary = vocabulary
         self._template = template or ChatTemplate(CHATML)
         self._tool_template = tool_template or self._template
@@ -289,7 +289,7 @@ class PromptBuilder:
         raise InvalidRequest(f"{refusal} ({NO_SHAPE})", field="messages")
 
     def _variables(self, tools: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What a template may read, as Transformers and llama.cpp give it."""
+        """Variables of a template, as Transformers and llama.cpp give them."""
         today = datetime.now()
         return {
             "enable_thinking": True,

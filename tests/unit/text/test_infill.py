@@ -1,4 +1,4 @@
-"""A gap in a text: the order of its parts, what is cut when it is long, and who is refused."""
+"""A gap in a text: the order of its parts, what is cut when it is long, and models that cannot."""
 
 from __future__ import annotations
 
