@@ -51,7 +51,6 @@ from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
 from cllm.server.dialects.openai.completions import CompletionBody
 from cllm.server.submit import build_request, check_tokens
-from cllm.text.embeddings import to_vector
 from cllm.types import (
     SEED_SPACE,
     FinishReason,
@@ -64,6 +63,7 @@ from cllm.types import (
     SamplingParams,
     TokenLogprob,
     Usage,
+    to_vector,
 )
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.supervisor import WORKER_MODULE

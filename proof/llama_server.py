@@ -24,8 +24,7 @@ import httpx
 from bench.peers import embedded_model
 from cllm.build.build import find_built
 from cllm.cli.llama_flags import FLAGS
-from cllm.text.builtin_templates import BUILTIN_TEMPLATES
-from cllm.text.chat_template import ChatTemplate
+from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate
 from proof.command import make_parser
 from tests.driver.server import Server, wait_for
 

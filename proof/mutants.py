@@ -58,7 +58,7 @@ MODULES = {
         for name in ("request_queue", "request_queue_invariants", "engine_client", "resume_invariants")
     ),
     "cllm/text/detokenizer.py": tuple(
-        f"tests/unit/text/test_{name}.py" for name in ("detokenizer", "output_parser", "tagged_parser")
+        f"tests/unit/text/test_{name}.py" for name in ("detokenizer", "output_parser", "call_parser")
     ),
 }
 

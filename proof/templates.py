@@ -2,7 +2,7 @@
 
 Every template of llama.cpp's source × every shape of `tests/driver/chat_shapes.py`: each text that a template
 makes here is held against Transformers' own, with the same messages and variables. A table says how many
-prompts are those that Transformers makes of the client's messages, and which templates got them folded.
+prompts are those that Transformers makes of the client's messages, and which templates got them rewritten.
 Transformers is installed without its dependencies, into a folder of its own under the cache.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from cllm.build.toolchain import cache_directory, run_pip
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate, TemplateRefused
-from cllm.text.folding import prepare
+from cllm.text.message_rewrites import prepare
 from cllm.text.prompt import PromptBuilder
 from proof.command import make_parser
 from tests.driver.chat_shapes import SHAPES

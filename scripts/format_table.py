@@ -12,14 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cllm.text.chat_format import GENERIC, Call, ChatFormat, write_calls  # noqa: E402
+from cllm.text.chat_format import GENERIC, ChatFormat, WrittenCall, write_calls  # noqa: E402
 from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
 from tests.driver.corpus import template_files  # noqa: E402
 from tests.driver.turns import get_family  # noqa: E402
 
 PAGE = ROOT / "docs" / "formats.md"
 BEGIN, END = "<!-- formats: begin (scripts/format_table.py) -->", "<!-- formats: end -->"
-EXAMPLE = Call("f", {"a": "x", "n": 1}, "abc123def")
+EXAMPLE = WrittenCall("f", {"a": "x", "n": 1}, "abc123def")
 
 
 def make_table() -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.errors import InvalidRequest
 from cllm.text.chat_format import Tool
-from cllm.text.folding import THOUGHTS
+from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
@@ -192,7 +192,9 @@ def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
             raise InvalidRequest(refuse_media(kind, "messages"), "messages")
         else:
             texts.append(note_media(kind))
-    normalized = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
+    normalized = {
+        key: value for key, value in message.items() if value is not None and key not in REASONING_FIELDS
+    }
     normalized |= {"role": role, "content": MESSAGE_JOINT.join(texts)}
     if called := normalized.pop("function_call", None):
         normalized["tool_calls"] = [{"function": called}]
@@ -203,7 +205,7 @@ def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
 
 def get_thoughts(message: dict[str, Any]) -> str:
     """The reasoning of an assistant's message or part, under whichever name it comes."""
-    given = (message.get(name) for name in (*THOUGHTS, "text"))
+    given = (message.get(name) for name in (*REASONING_FIELDS, "text"))
     found = next((thoughts for thoughts in given if thoughts and isinstance(thoughts, str | list)), "")
     if isinstance(found, list):  # Mistral's parts
         return "".join(part["text"] for part in found if isinstance(part, dict) and "text" in part)

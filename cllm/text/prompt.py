@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,14 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
-from cllm.text.folding import Message, describe_tools, prepare, write_calls_as_text
+from cllm.text.format_analysis import derive_format
+from cllm.text.message_rewrites import (
+    Message,
+    TemplateRewrites,
+    describe_tools,
+    prepare,
+    write_calls_as_text,
+)
 from cllm.types import (
     ConstraintKind,
     ConstraintSpec,
@@ -31,9 +38,6 @@ from cllm.types import (
     Vocabulary,
 )
 
-if TYPE_CHECKING:
-    from cllm.text.template_probes import Folding
-
 log = logging.getLogger(__name__)
 CHATML = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
@@ -41,7 +45,7 @@ CHATML = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 DERIVE_LIMIT_S = 2.0  # CPU time
-NO_FOLD = "folding its system texts, equal roles and tool calls into other messages did not help"
+NO_SHAPE = "merging its system texts, equal roles and tool calls into other messages did not help"
 # What templates call the switch of the reasoning, with the value that is off.
 OFF = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
 EFFORTS = ("reasoning_effort", "reasoning_strength", "thinking_effort")
@@ -85,11 +89,11 @@ class PromptBuilder:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
-        """`tool_template` is for conversations with tools, where the model has two. None: ChatML."""
+        """`tool_template` is for conversations with tools, where the model has two; the default is ChatML."""
         self._vocabulary = vocabulary
         self._template = template or ChatTemplate(CHATML)
         self._tool_template = tool_template or self._template
-        self._foldings: dict[ChatTemplate, Folding] = {}
+        self._rewrites: dict[ChatTemplate, TemplateRewrites] = {}
         self._formats: dict[ChatTemplate, ChatFormat] = {}
 
     @cached_property
@@ -113,8 +117,6 @@ class PromptBuilder:
         return self._formats[template]
 
     def _derive(self, template: ChatTemplate) -> ChatFormat:
-        from cllm.text.format_analysis import derive_format  # only where templates are rendered
-
         started = time.thread_time()
         texts = {"bos_token": self._vocabulary.begin_text, "eos_token": self._vocabulary.end_text}
 
@@ -247,20 +249,22 @@ class PromptBuilder:
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
         """Render; with the tools in words where the template takes none, or refuses these."""
-        folding = self._folding(self._tool_template if chat.tools else self._template)
+        rewrites = self._find_rewrites(self._tool_template if chat.tools else self._template)
         known = self.describe(tools=bool(chat.tools))
-        takes = known.takes_tools and folding.takes_tools and known.calls != GENERIC.calls
+        takes = known.takes_tools and rewrites.takes_tools and known.calls != GENERIC.calls
         if not chat.tools or not takes:
-            return self._fold(chat, safe, folding, in_words=bool(chat.tools))
+            return self._shape(chat, safe, rewrites, in_words=bool(chat.tools))
         try:
-            return self._fold(chat, safe, folding, in_words=False)
+            return self._shape(chat, safe, rewrites, in_words=False)
         except InvalidRequest:  # some templates fail on a type that a parameter has
             with contextlib.suppress(InvalidRequest):
-                return self._fold(chat, safe, folding, in_words=True)
+                return self._shape(chat, safe, rewrites, in_words=True)
             raise
 
-    def _fold(self, chat: Chat, safe: Callable[[Any], Any], folding: Folding, *, in_words: bool) -> str:
-        """Render with the folds that the template needs; with others as well, while it refuses."""
+    def _shape(
+        self, chat: Chat, safe: Callable[[Any], Any], rewrites: TemplateRewrites, *, in_words: bool
+    ) -> str:
+        """Render with the rewrites that the template needs; with others as well, while it refuses."""
         tools: Sequence[Mapping[str, Any]] = [tool.for_template() for tool in chat.tools]
         template = self._tool_template if tools else self._template
         prepared = prepare(chat.messages)
@@ -272,21 +276,21 @@ class PromptBuilder:
             prepared = write_calls_as_text(prepared, known.calls)
         as_text = in_words and generic
         variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
-        variables["tools"] = variables["tools"] or folding.no_tools
+        variables["tools"] = variables["tools"] or rewrites.no_tools
         refusal = ""
-        for shape in folding.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
+        for shape in rewrites.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
             try:
                 rendered = template.attempt(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:
                 refusal = refusal or str(error)
             else:
                 if refusal:
-                    log.debug("a conversation was folded further than the template needs by itself")
+                    log.debug("a conversation was rewritten further than the template needs by itself")
                 return rendered
-        raise InvalidRequest(f"{refusal} ({NO_FOLD})", field="messages")
+        raise InvalidRequest(f"{refusal} ({NO_SHAPE})", field="messages")
 
     def _variables(self, tools: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What a template may read, as Transformers and llama.cpp give it."""
+        """Variables of a template, as Transformers and llama.cpp give them."""
         today = datetime.now()
         return {
             "enable_thinking": True,
@@ -301,15 +305,13 @@ class PromptBuilder:
             "eos_token": self._vocabulary.end_text,
         }
 
-    def _folding(self, template: ChatTemplate) -> Folding:
-        """Which folds a template needs; found once."""
-        if template not in self._foldings:
-            from cllm.text.template_probes import Folding  # only where templates are rendered
-
-            folding = Folding(lambda messages, tools: self._try(template, messages, tools))
-            log.debug("the chat template needs these folds: %s", ", ".join(folding.names) or "none")
-            self._foldings[template] = folding
-        return self._foldings[template]
+    def _find_rewrites(self, template: ChatTemplate) -> TemplateRewrites:
+        """Find the rewrites that a template needs, once."""
+        if template not in self._rewrites:
+            found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
+            log.debug("the chat template needs these rewrites: %s", ", ".join(found.names) or "none")
+            self._rewrites[template] = found
+        return self._rewrites[template]
 
     def _try(
         self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, **options: Any
@@ -328,7 +330,7 @@ class PromptBuilder:
         effort = options.get("reasoning_effort")
         if not isinstance(effort, str):
             return {**switches, **options}
-        question, tools = [{"role": "user", "content": ""}], self._folding(template).no_tools
+        question, tools = [{"role": "user", "content": ""}], self._find_rewrites(template).no_tools
         for value in _similar_efforts(effort, template.source):
             efforts = {**switches, **dict.fromkeys(EFFORTS, value)}
             if self._try(template, question, tools, **efforts) is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.call_grammar import make_call_grammar
-from cllm.text.chat_format import Call, ChatFormat, Tool, write_calls
+from cllm.text.chat_format import ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import OutputParser
 from cllm.text.prompt import PromptBuilder
 from cllm.text.structured_output import Constraint, GrammarCompiler, MaskBuilder
@@ -46,7 +46,9 @@ class FamilyVocabulary(FakeVocabulary):
         self._first_control = 256
         self._controls = controls
         self._pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))))
-        written = write_calls(family.format.calls, [Call(name, EXAMPLE, "abc123def") for name in NAMES[:2]])
+        written = write_calls(
+            family.format.calls, [WrittenCall(name, EXAMPLE, "abc123def") for name in NAMES[:2]]
+        )
         source = random.Random(family.name)
         texts = [part.encode() for part in self._pattern.split(written) if len(part) > 2]
         places = [(text, source.randrange(len(text) - 1)) for text in source.choices(texts, k=WIDE_TOKENS)]

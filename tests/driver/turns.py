@@ -14,8 +14,7 @@ from typing import Any
 from cllm.errors import InvalidRequest
 from cllm.text.chat_format import ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
-from cllm.text.format_probe import Probe
+from cllm.text.format_analysis import TemplateProbe, derive_format
 from cllm.text.output_parser import ContentText, OutputParser, ReasoningText, ToolCallArguments, ToolCallStart
 from tests.driver.corpus import template_files
 
@@ -84,7 +83,7 @@ class Family:
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.source)
         self.format = derive_format(self.render, ends=ENDS)
-        self.argument_text = Probe(self.render).argument_text
+        self.argument_text = TemplateProbe(self.render).argument_text
 
     def render(self, **variables: Any) -> str:
         return self.template.render(**{"bos_token": "<BOS>", "eos_token": "<EOS>", **variables})

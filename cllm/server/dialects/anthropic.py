@@ -48,8 +48,8 @@ from cllm.server.dialects.openai.bodies import (
 )
 from cllm.server.generation import GenerationBody
 from cllm.server.submit import make_request, model_name, use_engine
+from cllm.text.argument_values import parse_object
 from cllm.text.chat_format import Tool
-from cllm.text.folding import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
-from cllm.text.embeddings import RAW, to_vector
-from cllm.types import Pooling, TokenLogprob, Usage
+from cllm.types import RAW, Pooling, TokenLogprob, Usage, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")

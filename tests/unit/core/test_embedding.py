@@ -22,8 +22,7 @@ from cllm.messages import (
     TokenLists,
 )
 from cllm.testing import END_TOKEN, FakeRunner, expected_vector
-from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, Failure, FinishReason, Prompt, Request, RequestOutput, Usage
+from cllm.types import EmbedLimits, Failure, FinishReason, Prompt, Request, RequestOutput, Usage, to_vector
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor

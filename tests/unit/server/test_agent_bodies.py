@@ -15,7 +15,7 @@ from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
 from tests.driver.agent_bodies import CLAUDE, CLAUDE_TURNS, CODEX, CODEX_TURNS, Body, text
-from tests.unit.text.test_folding import LOOSE, NO_SYSTEM, STRICT
+from tests.unit.text.test_message_rewrites import LOOSE, NO_SYSTEM, STRICT
 
 TEMPLATES = {"loose": LOOSE, "strict": STRICT, "without a system role": NO_SYSTEM}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
-from cllm.text.chat_format import Call, CallStyle, ChatFormat, Tool, write_calls
+from cllm.text.chat_format import CallStyle, ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.declared_formats import DECLARED
 from cllm.text.output_parser import OutputParser
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder
@@ -68,7 +68,7 @@ def takes(spec: ConstraintSpec, written: str) -> bool:
 
 
 def spell(chat_format: ChatFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    made = [Call(name, arguments, "abcdefgh1") for name, arguments in calls]
+    made = [WrittenCall(name, arguments, "abcdefgh1") for name, arguments in calls]
     return write_calls(chat_format.calls, made).removeprefix(chat_format.lead)
 
 

@@ -11,8 +11,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_format import GENERIC, CallStyle, Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
-from cllm.text.format_probe import KEYS, NAMES, REASON, TEXT, USER, VALUES
+from cllm.text.format_analysis import KEYS, NAMES, REASON, TEXT, USER, VALUES, derive_format
 from cllm.text.prompt import Chat, PromptBuilder
 from scripts import format_table
 from tests.driver.corpus import template_files
@@ -114,5 +113,5 @@ def test_tools_that_a_template_fails_on_are_described_in_words() -> None:
     for kind, in_words in (("string", False), ("object", True)):
         parameter = {"type": kind, "description": "Any."}
         tool = Tool("look", "Looks", {"type": "object", "properties": {"a": parameter}, "required": ["a"]})
-        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool.for_template(),)))
+        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool,)))
         assert "look" in rendered and ("You can call these tools" in rendered) is in_words

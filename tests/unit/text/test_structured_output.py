@@ -18,13 +18,15 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
-from cllm.messages import CheckConstraint, Refused, Report, StepReport
+from cllm.messages import Prepare, Report, StepReport
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text import structured_output
+from cllm.text.prompt import RawText
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder, _allocated_bytes
 from cllm.types import (
     ConstraintKind,
     ConstraintSpec,
+    Failure,
     FinishReason,
     Prompt,
     Request,
@@ -171,8 +173,9 @@ def test_max_tokens_ends_a_constrained_answer_with_length() -> None:
 def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
     with pytest.raises(InvalidRequest):
         COMPILER.compile(bad)
-    refused = TokenizerWorker(FakeVocabulary(), None).perform(CheckConstraint(bad))
-    assert isinstance(refused, Refused) and "\n" not in refused.message
+    task = Prepare((RawText(("x",)),), constraint=bad)
+    refused = TokenizerWorker(FakeVocabulary(), None).perform(task)
+    assert isinstance(refused, Failure) and "\n" not in refused.message
 
 
 def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:

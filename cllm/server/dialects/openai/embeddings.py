@@ -27,8 +27,7 @@ from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import JsonValue, TextPart
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
-from cllm.text.embeddings import RAW, to_vector
-from cllm.types import Pooling, Request
+from cllm.types import RAW, Pooling, Request, to_vector
 
 MAX_INPUTS = 2048
 ENTRIES_AT_A_TIME = 64

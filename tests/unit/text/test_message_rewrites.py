@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text import chat_template
+from cllm.text.chat_format import Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.folding import THOUGHTS, prepare
+from cllm.text.message_rewrites import REASONING_FIELDS, prepare
 from cllm.text.prompt import Chat, PromptBuilder
 from tests.profiles import examples
 
@@ -82,11 +83,13 @@ def result(text: str, call_id: str | None = "call_1") -> Message:
     return say("tool", text, tool_call_id=call_id)
 
 
-TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+TOOL = Tool("look")
 
 
-def render(template: str, *messages: Message, tools: tuple[Message, ...] = (), **options: Any) -> str:
-    return PromptBuilder(FakeVocabulary(), ChatTemplate(template)).render(Chat(messages, tools, options))
+def render(template: str, *messages: Message, tools: tuple[Tool, ...] = (), **options: Any) -> str:
+    return PromptBuilder(FakeVocabulary(), ChatTemplate(template)).render(
+        Chat(messages, tools, options=options)
+    )
 
 
 def test_what_a_template_takes_is_given_as_it_is() -> None:
@@ -212,7 +215,7 @@ def test_only_the_assistant_calls() -> None:
 
 def test_reasoning_goes_by_every_name() -> None:
     (message,) = prepare([say("assistant", "a", reasoning_content="hm")])
-    assert [message[name] for name in THOUGHTS] == ["hm"] * len(THOUGHTS)
+    assert [message[name] for name in REASONING_FIELDS] == ["hm"] * len(REASONING_FIELDS)
     (quiet,) = prepare([say("assistant", "a", reasoning_content="", thinking=None)])
     assert quiet == say("assistant", "a")
 
@@ -270,7 +273,7 @@ def test_nothing_is_lost_and_a_grown_conversation_begins_like_before(
     offered = (TOOL,) if tools else ()
 
     def prompt(count: int, **options: Any) -> str:
-        return builder.render(Chat(tuple(messages[:count]), offered, options))
+        return builder.render(Chat(tuple(messages[:count]), offered, options=options))
 
     whole = prompt(len(messages))
     for message in messages:
