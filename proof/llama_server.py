@@ -23,7 +23,7 @@ import httpx
 
 from bench.peers import embedded_model
 from cllm.build.build import find_built
-from cllm.cli.llama_flags import FLAGS
+from cllm.cli.llama_server import FLAGS
 from cllm.text.builtin_templates import BUILTIN_TEMPLATES
 from cllm.text.chat_template import ChatTemplate
 from proof.command import make_parser

@@ -12,18 +12,19 @@ import typer
 from typer.core import TyperGroup
 
 from cllm import __version__
-from cllm.errors import ConfigError
+from cllm.cli.terminal import fail
+from cllm.errors import CllmError, SetupError
 from cllm.logs import configure_logging
 
 COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
-    "run": ("cllm.cli.run", "run_command"),
+    "run": ("cllm.cli.chat", "run_command"),
     "chat": ("cllm.cli.chat", "chat_command"),
     "launch": ("cllm.cli.launch", "launch_command"),
-    "ps": ("cllm.cli.ps", "ps_command"),
-    "load": ("cllm.cli.ps", "load_command"),
-    "unload": ("cllm.cli.ps", "unload_command"),
+    "ps": ("cllm.cli.client", "ps_command"),
+    "load": ("cllm.cli.client", "load_command"),
+    "unload": ("cllm.cli.client", "unload_command"),
     "pull": ("cllm.cli.pull", "pull_command"),
     "list": ("cllm.cli.models", "list_command"),
     "show": ("cllm.cli.models", "show_command"),
@@ -63,6 +64,14 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an error is one line. Code 2 where it cannot start, 1 where an answer fails."""
+        try:
+            return super().invoke(ctx)
+        except CllmError as error:
+            answers = ctx.invoked_subcommand in ("run", "chat") and not isinstance(error, SetupError)
+            raise fail(error, 1 if answers else 2) from None
+
 
 app = typer.Typer(
     cls=Commands,
@@ -99,8 +108,7 @@ def bench_command(context: typer.Context) -> None:
     """Run the benchmarks of the repository, which are beside this package, not in it."""
     repository = Path(__file__).parents[2]
     if not (repository / "bench" / "__main__.py").is_file():
-        typer.echo("cllm: the benchmarks are in the repository, not in the package: make bench", err=True)
-        raise typer.Exit(2)
+        raise SetupError("the benchmarks are in the repository, not in the package: make bench")
     sys.path.append(str(repository))
     sys.argv = ["cllm bench", *context.args]
     runpy.run_module("bench", run_name="__main__")
@@ -125,14 +133,9 @@ def new_key(
     ),
 ) -> None:
     """Make a key: printed once, kept as a hash. A running server takes it up on SIGHUP."""
-    from cllm.cli.options import fail
     from cllm.server.keys import add_key
 
-    try:
-        key = add_key(file, name, admin=admin)
-    except ConfigError as error:
-        raise fail(error) from None
-    typer.echo(key)
+    typer.echo(add_key(file, name, admin=admin))
     typer.echo(f"kept as a hash in {file}; serve with --api-keys {file}, or send SIGHUP if it runs", err=True)
 
 

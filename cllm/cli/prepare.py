@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
 from cllm.logs import configure_logging
 from cllm.models.survey import Survey
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cllm.backend.llama.memory import MemoryFit
 
 log = logging.getLogger(__name__)
-Answer = TypeVar("Answer", Prepared, Survey)
+Answer = TypeVar("Answer", PreparedModel, Survey)
 ENOUGH_CELLS = 4096  # of a request: before a model gets less, others that are idle are unloaded
 
 
@@ -50,7 +50,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return process
 
 
-class Preparation(Task, frozen=True, kw_only=True, tag=True):
+class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
     """Settings to prepare. While another model is served (`beside`), memory must suffice for both.
 
     With `rooms`, bytes by device, the first counts in which the model has a useful context: each has what the
@@ -61,7 +61,7 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
     beside: bool = False
     rooms: tuple[dict[str, int], ...] = ()
 
-    def run(self) -> Prepared:
+    def run(self) -> PreparedModel:
         """In the process itself. Raises SetupError."""
         from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
@@ -97,7 +97,7 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
                 return
 
 
-def describe(ready: EngineConfig) -> Prepared:
+def describe(ready: EngineConfig) -> PreparedModel:
     """Settings with the memory that they take, at its largest, and the state of their files."""
     from cllm.backend.llama.devices import list_devices, wants_gpu
     from cllm.backend.llama.gguf import GgufHeader
@@ -106,7 +106,7 @@ def describe(ready: EngineConfig) -> Prepared:
     header = GgufHeader(Path(ready.model))
     fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())
     paths = [part.path for part in header.parts] + ([Path(ready.draft_model)] if ready.draft_model else [])
-    return Prepared(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
+    return PreparedModel(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
 
 
 def _sum_up(fit: MemoryFit) -> dict[str, int]:
@@ -155,10 +155,10 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Prepare what the input says."""
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Preparation | SurveyTask)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=PrepareTask | SurveyTask)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure_logging(task.log_level)
-    answer: Prepared | Survey | Failure
+    answer: PreparedModel | Survey | Failure
     try:
         answer = task.run()
     except CllmError as error:

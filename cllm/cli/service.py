@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from cllm.cli.options import fail
 from cllm.errors import SetupError
 from cllm.names import is_name, path_below
 
@@ -102,7 +101,7 @@ def remove(name: Name = "cllm", show: Print = False) -> None:
         _show([("daemon-reload",)])
         return
     if not path.exists():
-        raise fail(SetupError(f"no unit {name} is installed: there is no {path}"))
+        raise SetupError(f"no unit {name} is installed: there is no {path}")
     _check()
     _run([("disable", "--now", name)])
     path.unlink()
@@ -111,9 +110,7 @@ def remove(name: Name = "cllm", show: Print = False) -> None:
 
 def _check() -> None:
     if shutil.which("systemctl") is None:
-        raise fail(
-            SetupError("systemd is not here (no systemctl); `cllm service install --print` shows the unit")
-        )
+        raise SetupError("systemd is not here (no systemctl); `cllm service install --print` shows the unit")
 
 
 def _show(commands: Sequence[tuple[str, ...]]) -> None:
@@ -126,4 +123,4 @@ def _run(commands: Sequence[tuple[str, ...]]) -> None:
         done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
         if done.returncode != 0:
             reason = done.stderr.strip() or f"it ended with code {done.returncode}"
-            raise fail(SetupError(f"`systemctl --user {' '.join(words)}` failed: {reason}"))
+            raise SetupError(f"`systemctl --user {' '.join(words)}` failed: {reason}")

@@ -143,7 +143,7 @@ def test_with_keys_prompts_go_to_disk_only_when_asked_for(
         sizes.append(asked.cache_disk_mb)
         raise SetupError("that is enough")
 
-    monkeypatch.setattr(serve, "Preparation", prepare)
+    monkeypatch.setattr(serve, "PrepareTask", prepare)
     CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments], env={"CLLM_CACHE_DISK_MB": None})
     assert sizes == [size]
     assert EngineConfig().cache_disk_mb is None, "off in the Python API"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.cli.transcript import Transcript, read_text
+from cllm.cli.conversation import Transcript, read_text
 from cllm.errors import ConfigError, InvalidRequest
 
 

@@ -1,27 +1,166 @@
-"""Answers to a conversation: of a running server, or of a model that is loaded here. Both stream alike."""
+"""Conversation: the transcript as it is sent and saved, and answers of a server or of a model loaded here."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from cllm.cli.client import ServedModel, ServerClient
+from cllm.cli.client import ServerClient
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ConfigError, ModelNotFound, Unauthorized
+from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, Unauthorized
+from cllm.fields import describe_unknown, parse_fields
 from cllm.types import SamplingParams
 
 if TYPE_CHECKING:
     from cllm.llm import LLM
 
-ROUTE = "/v1/chat/completions"
-SAMPLING = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
+MAX_FILE_BYTES = 1 << 20  # of a text that goes into a question
+MAX_SAVED_BYTES = 64 << 20
+SAMPLING = frozenset(SamplingParams.__struct_fields__)
 Messages = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any]  # fields of /v1/chat/completions
+Think = Literal["on", "off", "hide"]
+
+
+class ChatSettings(msgspec.Struct):
+    """Settings of `/set` beside the fields of sampling."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] = 0
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop: str | list[str] = ""
+    reasoning_effort: str = ""
+    reasoning_budget: Annotated[int, Meta(ge=-1)] = -1
+
+
+SETTINGS = tuple(sorted((SAMPLING | frozenset(ChatSettings.__struct_fields__)) - {"logit_bias"}))
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One message of a chat."""
+
+    role: Literal["user", "assistant"]
+    content: str
+    reasoning_content: str = ""
+
+
+class Transcript(msgspec.Struct):
+    """A chat so far. A question at the end has no answer yet: it failed, or is being answered."""
+
+    model: str = ""
+    system: str = ""
+    settings: dict[str, Any] = {}
+    think: Think = "on"
+    schema: dict[str, Any] | None = None  # of the answers; an empty one: any object
+    messages: list[Message] = []
+
+    @property
+    def unanswered(self) -> bool:
+        return bool(self.messages) and self.messages[-1].role == "user"
+
+    def ask(self, question: str) -> None:
+        """Add a question; it replaces one that has no answer."""
+        if self.unanswered:
+            self.messages.pop()
+        self.messages.append(Message("user", question))
+
+    def answer(self, text: str, reasoning: str = "") -> None:
+        self.messages.append(Message("assistant", text, reasoning))
+
+    def drop_answer(self) -> bool:
+        """Make the last question one without an answer; False where there is none."""
+        if self.messages and not self.unanswered:
+            self.messages.pop()
+        return self.unanswered
+
+    def drop_turn(self) -> bool:
+        """Forget the last question and its answer; False where there is none."""
+        if not self.drop_answer():
+            return False
+        self.messages.pop()
+        return True
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """The messages as an API takes them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *(msgspec.to_builtins(message) for message in self.messages)]
+
+    def options(self) -> dict[str, Any]:
+        """The fields of `/v1/chat/completions` that follow from the settings."""
+        options = dict(self.settings)
+        if self.think == "off":
+            options["chat_template_kwargs"] = {"enable_thinking": False}
+        if self.schema:
+            named = {"name": "answer", "schema": self.schema}
+            options["response_format"] = {"type": "json_schema", "json_schema": named}
+        elif self.schema is not None:
+            options["response_format"] = {"type": "json_object"}
+        return options
+
+    def set(self, name: str, text: str) -> None:
+        """Change a setting; an empty text takes it back. Raises InvalidRequest."""
+        if name not in SETTINGS:
+            raise InvalidRequest(f"there is no setting {describe_unknown(name, SETTINGS)}")
+        if not text:
+            self.settings.pop(name, None)
+            return
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        parse_fields({name: value}, SamplingParams if name in SAMPLING else ChatSettings)
+        self.settings[name] = value
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, for this user only. Raises ConfigError."""
+        data = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        try:
+            with open(path.expanduser(), "wb", opener=_open_private) as file:
+                file.write(data + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Transcript:
+        """Read what `save` wrote. Raises ConfigError."""
+        try:
+            return msgspec.json.decode(_read(path, MAX_SAVED_BYTES), type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is no saved chat: {error}") from None
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    path = path.expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > limit:
+        raise ConfigError(f"{path} is larger than {limit >> 20} MiB")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """A text file for a question. Raises ConfigError."""
+    try:
+        text = _read(path, MAX_FILE_BYTES).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text in UTF-8") from None
+    if "\0" in text:
+        raise ConfigError(f"{path} is no text")
+    return text
 
 
 class Piece(NamedTuple):
@@ -80,59 +219,27 @@ class AnswerStats:
 Answer = Generator[Piece | AnswerEnd, None, None]  # pieces, then one end
 
 
-class AnswerSource(Protocol):
-    """Where answers come from. Every method raises CllmError with one line."""
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-
-    @property
-    def context(self) -> int:
-        """Tokens that a conversation may have; 0: not known."""
-
-    @property
-    def where(self) -> str:
-        """The address of the server, or that the model is loaded here."""
-
-    def answer(self, messages: Messages, options: Options) -> Answer: ...
-
-    def list_models(self) -> list[str]:
-        """The names that `change_model` takes."""
-
-    def change_model(self, name: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ServerAnswers:
     """Answers of a running server."""
 
     def __init__(self, client: ServerClient, model: str = "") -> None:
-        """Raises ModelNotFound, with the list, where the server has no model of this name."""
+        """Raise ModelNotFound, with the list, where the server has no model of this name."""
         self._client = client
         self.where = client.url
-        self.name, self.context = self._find(model)[:2]
-
-    def _find(self, name: str) -> ServedModel:
-        models = self._client.models()
-        found = next((model for model in models if not name or model.is_called(name)), None)
-        if found is None:
-            names = ", ".join(model.name for model in models) or "none"
-            raise ModelNotFound(f"the server at {self.where} has no model {name!r}; it serves: {names}")
-        return found
+        self.change_model(model)
 
     def list_models(self) -> list[str]:
+        """List the names that `change_model` takes."""
         return [model.name for model in self._client.models()]
 
     def change_model(self, name: str) -> None:
-        self.name, self.context = self._find(name)[:2]
+        self.name, self.context = self._client.find_model(name)[:2]  # a context of 0 is unknown
 
     def answer(self, messages: Messages, options: Options) -> Answer:
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.name, "messages": messages, **options, **usage}
         end = AnswerEnd()
-        with closing(self._client.stream(ROUTE, body)) as events:
+        with closing(self._client.stream("/v1/chat/completions", body)) as events:
             for event in events:
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
@@ -151,7 +258,7 @@ class ServerAnswers:
 
 
 class LocalAnswers:
-    """Answers of a model that is loaded for them."""
+    """Answers of a model that is loaded for them. Its methods are those of `ServerAnswers`."""
 
     where = "loaded here"
 
@@ -209,13 +316,13 @@ class LocalAnswers:
         self._llm.close()
 
 
+AnswerSource = ServerAnswers | LocalAnswers  # every method raises CllmError with one line
+
+
 def open_source(
     model: str, url: str, config: EngineConfig, report: Callable[[str], None], *, local: bool = False
 ) -> AnswerSource:
-    """The running server where it has the model, else the model loaded here. Raises CllmError.
-
-    With a `url` only that server is meant.
-    """
+    """Return the server that runs, if it has the model, else load it here. A `url` allows no other server."""
     if local:
         return LocalAnswers(config, report)
     client = ServerClient(url)

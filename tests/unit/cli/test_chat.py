@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from cllm.cli.answers import AnswerEnd, AnswerStats, Piece
-from cllm.cli.dialog import Chat
+from cllm.cli.chat import Dialog
+from cllm.cli.conversation import AnswerEnd, AnswerStats, LocalAnswers, Piece, Transcript
 from cllm.cli.terminal import Screen
-from cllm.cli.transcript import Transcript
 from cllm.errors import EngineDied
 
 
-class Source:
+class Source(LocalAnswers):
     """Answers with these pieces; an error is raised."""
 
-    name, context, where = "model", 100, "here"
+    name, context = "model", 100  # type: ignore[assignment]
 
     def __init__(self, *pieces: Piece | AnswerEnd | BaseException) -> None:
         self._pieces = pieces
@@ -27,21 +26,12 @@ class Source:
                 raise piece
             yield piece
 
-    def list_models(self) -> list[str]:
-        return ["model"]
-
-    def change_model(self, name: str) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
 
 THOUGHT, TEXT, END = Piece("hmm", reasoning=True), Piece("yes"), AnswerEnd(8, 4, 6)
 
 
-def chat(*pieces: Piece | AnswerEnd | BaseException, think: Any = "on") -> Chat:
-    opened = Chat(Source(*pieces), Transcript(think=think), Screen())
+def chat(*pieces: Piece | AnswerEnd | BaseException, think: Any = "on") -> Dialog:
+    opened = Dialog(Source(*pieces), Transcript(think=think), Screen())
     opened.screen.is_terminal = True
     opened.transcript.ask("well?")
     return opened
