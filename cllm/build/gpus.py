@@ -119,30 +119,11 @@ def _nvidia_version() -> str:
         return ""
 
 
-class _InstanceInfo(ctypes.Structure):
-    """VkInstanceCreateInfo."""
-
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("next", ctypes.c_void_p),
-        ("flags", ctypes.c_uint32),
-        ("application", ctypes.c_void_p),
-        ("layer_count", ctypes.c_uint32),
-        ("layers", ctypes.c_void_p),
-        ("extension_count", ctypes.c_uint32),
-        ("extensions", ctypes.c_void_p),
-    )
-
-
 class _Properties(ctypes.Structure):
     """VkPhysicalDeviceProperties: its limits, which are not read, are 504 bytes, and 20 follow."""
 
     _fields_ = (
-        ("api", ctypes.c_uint32),
-        ("driver", ctypes.c_uint32),
-        ("vendor", ctypes.c_uint32),
-        ("device", ctypes.c_uint32),
-        ("type", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("api", "driver", "vendor", "device", "type")),
         ("name", ctypes.c_char * 256),
         ("rest", ctypes.c_uint64 * 128),
     )
@@ -178,7 +159,7 @@ def _ask_vulkan() -> list[Gpu]:
     except OSError:
         return []
     instance, count = ctypes.c_void_p(), ctypes.c_uint32()
-    info = _InstanceInfo(type=1)  # VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO
+    info = (ctypes.c_uint64 * 8)(1)  # VkInstanceCreateInfo with its type, and no layers or extensions
     if vulkan.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(instance)):
         return []  # no driver: the loader alone is installed with many programs
     vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.llama.library import find
-from cllm.build.sampling import NAME, library_path
+from cllm.build.build import SAMPLING_NAME, sampling_path
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
@@ -211,7 +211,7 @@ def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
 
 def make_logit_scan(threads: int, part: int = PART, library: Path | None = None) -> LogitScan:
     """The fast one, where `cllm build` has compiled it or the library comes with it."""
-    for path in (library,) if library is not None else (library_path(), find() / NAME):
+    for path in (library,) if library is not None else (sampling_path(), find() / SAMPLING_NAME):
         with suppress(OSError):
             return NativeLogitScan(path, threads, part)
     return LogitScan()

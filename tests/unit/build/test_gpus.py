@@ -56,7 +56,7 @@ class Vulkan:
         self.devices, self.code = devices, code
 
     def vkCreateInstance(self, info: Any, allocator: None, instance: Any) -> int:
-        assert info._obj.type == 1
+        assert info._obj[0] == 1, "the type, in the lower half"
         return self.code
 
     def vkDestroyInstance(self, instance: Any, allocator: None) -> None:
