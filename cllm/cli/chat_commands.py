@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -89,11 +88,8 @@ def open_history(path: Path) -> History:
     """The history in a file that only this user can read; without a file where none can be written."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-        try:
-            os.fchmod(descriptor, 0o600)
-        finally:
-            os.close(descriptor)
+        path.touch(0o600)
+        path.chmod(0o600)  # where it was there
         return FileHistory(str(path))
     return InMemoryHistory()
 

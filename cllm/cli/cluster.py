@@ -84,13 +84,10 @@ def find_ray() -> str:
 def run_ray(arguments: Sequence[str], **variables: str) -> None:
     """Run Ray's command with our settings. Raises SetupError with what it said last."""
     environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
-    output: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    output, errors = (None, None) if "--block" in arguments else (subprocess.PIPE, subprocess.STDOUT)
+    command = [find_ray(), *arguments]
     done = subprocess.run(
-        [find_ray(), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        **({} if "--block" in arguments else output),
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True
     )
     if done.returncode:
         lines = [line for line in (done.stdout or "").splitlines() if line.strip()]

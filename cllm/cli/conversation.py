@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -122,7 +122,9 @@ class Transcript(msgspec.Struct):
         """Write it as JSON, for this user only. Raises ConfigError."""
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
-            with open(path.expanduser(), "wb", opener=_open_private) as file:
+            with open(
+                path.expanduser(), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)
+            ) as file:
                 file.write(data + b"\n")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
@@ -134,10 +136,6 @@ class Transcript(msgspec.Struct):
             return msgspec.json.decode(_read(path, MAX_SAVED_BYTES), type=cls)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{path} is no saved chat: {error}") from None
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _read(path: Path, limit: int) -> bytes:
@@ -325,21 +323,18 @@ def open_source(
     """Return the server that runs, if it has the model, else load it here. A `url` allows no other server."""
     if local:
         return LocalAnswers(config, report)
-    client = ServerClient(url)
-    if url or client.is_running():
-        try:
-            return ServerAnswers(client, model)
-        except ModelNotFound as error:
-            client.close()
-            if url:
-                raise
-            report(f"{error}; it is loaded here")
-        except Unauthorized:
-            client.close()
-            raise ConfigError(
-                f"the server at {client.url} needs an API key: set CLLM_API_KEY; --local loads a model here"
-            ) from None
-        except BaseException:
-            client.close()
-            raise
+    with ExitStack() as stack:
+        client = stack.enter_context(ServerClient(url))
+        if url or client.is_running():
+            try:
+                source = ServerAnswers(client, model)
+                stack.pop_all()
+                return source
+            except ModelNotFound as error:
+                if url:
+                    raise
+                report(f"{error}; it is loaded here")
+            except Unauthorized:
+                needed = f"the server at {client.url} needs an API key: set CLLM_API_KEY"
+                raise ConfigError(f"{needed}; --local loads a model here") from None
     return LocalAnswers(config, report)

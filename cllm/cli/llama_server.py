@@ -32,7 +32,7 @@ _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
 #   =FIELD   a setting of cllm                  ?FIELD         a setting that is on or off
 #   +FIELD   a setting that is not negative     @FIELD=VALUE   a setting with this value
 #   :FIELD   a field of requests that lack it   "FIELD         such a field, a text even if it is a number
-#   !NAME    a method of `Translation`
+#   !NAME    a method of `Translation`          /ROUTE         a route that all clients may use
 _FLAGS = """
 -m --model                          MODEL               1 =model
 -a --alias                          ALIAS               1 !alias
@@ -71,8 +71,8 @@ _FLAGS = """
 --ssl-key-file                      SSL_KEY_FILE        1 =tls_key
 --ssl-cert-file                     SSL_CERT_FILE       1 =tls_cert
 --slot-save-path                    .                   1 !save_path
---metrics                           ENDPOINT_METRICS    0 !metrics
---props                             ENDPOINT_PROPS      0 !props
+--metrics                           ENDPOINT_METRICS    0 /metrics
+--props                             ENDPOINT_PROPS      0 /props
 --slots / --no-slots                ENDPOINT_SLOTS      0 !slots
 -v --verbose --log-verbose          .                   0 @log_level=debug
 -lv --verbosity --log-verbosity     LOG_VERBOSITY       1 !verbosity
@@ -80,25 +80,12 @@ _FLAGS = """
 -n --predict --n-predict            N_PREDICT           1 :max_tokens
 -s --seed                           .                   1 :seed
 --temp --temperature                TEMPERATURE         1 :temperature
---dynatemp-range                    .                   1 :dynatemp_range
 --dynatemp-exp                      .                   1 :dynatemp_exponent
---top-k                             TOP_K               1 :top_k
---top-p                             TOP_P               1 :top_p
---min-p                             MIN_P               1 :min_p
 --top-nsigma --top-n-sigma          .                   1 :top_n_sigma
 --typical --typical-p               .                   1 :typical_p
---xtc-probability                   .                   1 :xtc_probability
---xtc-threshold                     .                   1 :xtc_threshold
 --repeat-last-n                     .                   1 :penalty_last_n
 --repeat-penalty                    REPEAT_PENALTY      1 :repetition_penalty
---presence-penalty                  PRESENCE_PENALTY    1 :presence_penalty
---frequency-penalty                 FREQUENCY_PENALTY   1 :frequency_penalty
---dry-multiplier                    .                   1 :dry_multiplier
---dry-base                          .                   1 :dry_base
---dry-allowed-length                .                   1 :dry_allowed_length
---dry-penalty-last-n                .                   1 :dry_penalty_last_n
 --dry-sequence-breaker              .                   1 !breaker
---mirostat                          .                   1 :mirostat
 --mirostat-lr                       .                   1 :mirostat_eta
 --mirostat-ent                      .                   1 :mirostat_tau
 --samplers                          .                   1 !samplers
@@ -110,7 +97,6 @@ _FLAGS = """
 -j --json-schema                    .                   1 !schema
 -jf --json-schema-file              .                   1 !schema_file
 -r --reverse-prompt                 .                   1 !stop
---embd-normalize                    .                   1 :embd_normalize
 --cache-prompt / --no-cache-prompt  CACHE_PROMPT        0 :cache_prompt
 --chat-template-kwargs              CHAT_TEMPLATE_KWARGS 1 !template_options
 --reasoning-format                  THINK               1 :reasoning_format
@@ -126,6 +112,13 @@ _FLAGS = """
 --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default \
 --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default . 0 !download
 """.replace("\\\n", "")
+
+# Fields of requests with the names of their flags, and of their variables.
+_SAME_FIELDS = """
+--dynatemp-range --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length
+--dry-penalty-last-n --mirostat --embd-normalize
+"""
+_SAME_VARIABLES = "--top-k --top-p --min-p --presence-penalty --frequency-penalty"
 
 # cllm does this anyway, or it changes nothing here.
 _ALWAYS_SWITCHES = """
@@ -196,6 +189,11 @@ def _read_flags() -> dict[str, Flag]:
     flags |= {name: Flag(0, "-") for name in _MISSING_SWITCHES.split()}
     flags |= {name: Flag(1, "-") for name in _MISSING_VALUES.split()}
     flags["--control-vector-layer-range"] = Flag(2, "-")
+    for name in (_SAME_FIELDS + _SAME_VARIABLES).split():
+        field = name[2:].replace("-", "_")
+        flags[name] = Flag(
+            1, f":{field}", True, f"LLAMA_ARG_{field.upper()}" * (name in _SAME_VARIABLES.split())
+        )
     for line in _FLAGS.strip().splitlines():
         *names, variable, values, action = line.split()
         variable = "" if variable == "." else variable
@@ -267,6 +265,8 @@ class Translation:
                     self.settings[field] = fixed
                 case ":":
                     self.defaults[target] = _parse(value) if flag.values else value == "on"
+                case "/" if value == "on":
+                    self._open_routes.append(flag.action)
                 case '"':
                     self.defaults[target] = value
                 case "!":
@@ -379,12 +379,6 @@ class Translation:
         if not Path(value).is_dir():
             raise ValueError("it is not a folder")
         self.settings["cache_dir"] = value
-
-    def do_metrics(self, value: str) -> None:
-        self._open_routes += ["/metrics"] * (value == "on")
-
-    def do_props(self, value: str) -> None:
-        self._open_routes += ["/props"] * (value == "on")
 
     def do_slots(self, value: str) -> None:
         self._open_routes = [route for route in self._open_routes if route.strip("-") != "/slots"]

@@ -166,7 +166,7 @@ def rm_command(
     """Remove a model from this machine; asks first, and says what that frees."""
     model = find_local(reference, _join(model_dir))
     stored = model if isinstance(model, StoredModel) else None
-    removal = plan_removal(stored) if stored else find_parts(model)
+    removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
     name = stored.name if stored else f"{model}, not complete"
     if not removal.paths:
         raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")

@@ -29,8 +29,8 @@ from cllm.config import (
     ServerConfig,
     make_config,
 )
-from cllm.errors import ConfigError, Forbidden, InvalidRequest, NotEnoughMemory, ReloadFailed, SetupError
-from cllm.fields import check_finite, describe_unknown
+from cllm.errors import ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
+from cllm.fields import describe_unknown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
@@ -113,16 +113,12 @@ def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Lis
     console, server = Console(stderr=True, highlight=False, soft_wrap=True), config.server
     if config.engine.alias:
         raise ConfigError("--alias names one model: give several their names in [models.NAME] of the file")
-    task = SurveyTask(
-        models=tuple(models),
-        common=make_common(config),
-        all_models=server.all,
-        log_level=server.log_level,
-    )
+    common, level = make_common(config), server.log_level
+    task = SurveyTask(models=tuple(models), common=common, all_models=server.all, log_level=level)
     found = _run_task(task, Survey)
     loader = EngineLoader(server, several=True)
     served = [ServedModel(each.config, loader, info=each.info, created=each.created) for each in found.models]
-    limit = dict(found.memory) if not server.cluster else {}
+    limit = {} if server.cluster else dict(found.memory)
     if server.models_memory_mb and not server.cluster:
         limit["host"] = server.models_memory_mb << 20
     registry = EngineRegistry(
@@ -136,8 +132,8 @@ def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Lis
 
     def announce(url: str) -> None:
         listed = ", ".join(names[:MAX_SHOWN]) + (" …" if len(names) > MAX_SHOWN else "")
-        memory = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
-        memory = f"the cluster at {server.cluster}" if server.cluster else memory
+        sizes = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
+        memory = f"the cluster at {server.cluster}" if server.cluster else sizes
         plural = "s" if len(names) > 1 else ""
         console.print(
             f"cllm serves {len(names)} model{plural} ({listed}) at {url}\n"
@@ -184,7 +180,7 @@ def make_common(config: Config) -> ModelConfig:
 
 
 def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
-    """Whether the server chooses a model by its name. A folder may hold several."""
+    """Return True if the server chooses a model by its name. A folder may hold several."""
     if config.server.all or len(models) != 1:
         return True
     reference = models[0].engine.model
@@ -207,26 +203,20 @@ def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table")
     settings = {key.replace("-", "_"): value for key, value in table.items()}
-    own, engine_fields = ModelSection.__struct_fields__, EngineConfig.__struct_fields__
-    if unknown := sorted(settings.keys() - {*own, *engine_fields}):
-        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], {*own, *engine_fields})}")
-    try:
-        check_finite({key: value for key, value in settings.items() if key != "defaults"})
-        section = msgspec.convert({key: settings[key] for key in own if key in settings}, ModelSection)
-    except (InvalidRequest, msgspec.ValidationError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    fields = {key: settings[key] for key in engine_fields if key in settings}
-    if section.context:
-        fields["max_request_tokens"] = section.context
-    engine = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name, **fields}
-    try:
-        checked = make_config(EngineConfig, engine)
+    known = {*ModelSection.__struct_fields__, *EngineConfig.__struct_fields__}
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], known)}")
+    try:  # each part takes its own fields
+        section = make_config(ModelSection, settings)
+        limit = {"max_request_tokens": section.context} if section.context else {}
+        inherited = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name}
+        engine = make_config(EngineConfig, {**inherited, **settings, **limit})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     ttl = config.server.sleep_idle_s if section.ttl is None else section.ttl
     return ModelConfig(
         name=name,
-        engine=checked,
+        engine=engine,
         aliases=section.aliases,
         defaults=check_defaults(section.defaults, f"{where} defaults"),
         keep=section.keep,
@@ -266,7 +256,7 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it runs (not on every platform): the server shares its cores with the model."""
+    """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
     try:
         import uvloop
     except ImportError:
@@ -307,12 +297,8 @@ class EngineLoader:
         if serving is not None and str(path) == serving.model:
             # The context as now: what fits beside others must not change which requests get a 400.
             asked = replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
-        task = PrepareTask(
-            asked=asked,
-            log_level=self._server.log_level,
-            beside=True,
-            rooms=tuple(map(dict, rooms)),
-        )
+        level, given = self._server.log_level, tuple(map(dict, rooms))
+        task = PrepareTask(asked=asked, log_level=level, beside=True, rooms=given)
         try:
             return finish(task.start(), PreparedModel)
         except SetupError as error:
@@ -322,7 +308,7 @@ class EngineLoader:
             raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
 
     def is_current(self, prepared: PreparedModel) -> bool:
-        """Whether the files are still those that were prepared."""
+        """Return True if the files are still those that were prepared."""
         with contextlib.suppress(OSError):
             return all(stamp(Path(each[0])) == each for each in prepared.stamps)
         return False

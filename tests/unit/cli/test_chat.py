@@ -15,7 +15,7 @@ from cllm.errors import EngineDied
 class Source(LocalAnswers):
     """Answers with these pieces; an error is raised."""
 
-    name, context = "model", 100  # type: ignore[assignment]
+    name, context = "model", 100
 
     def __init__(self, *pieces: Piece | AnswerEnd | BaseException) -> None:
         self._pieces = pieces
