@@ -54,10 +54,7 @@ from cllm.build.toolchain import (
     default_jobs,
     fetch_source,
     log,
-    write_record,
 )
-
-__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main", "write_record"]
 
 SAMPLING_SOURCE = Path(__file__).with_name("sampling.c")
 SAMPLING_NAME = "libcllm-sampling.so"  # in a folder of a library for every CPU

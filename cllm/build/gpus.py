@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BACKENDS = ("cuda", "vulkan")  # the first that has a GPU is taken
 LIMIT_S = 60
@@ -86,24 +87,25 @@ def _ask_cuda() -> list[Gpu]:
         return []
     if error:
         raise DriverError(f"the NVIDIA driver does not start: CUDA error {error}{_cuda_reason(cuda, error)}")
-    version, count = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(version))
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    supported = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    version = _ask(cuda.cuDriverGetVersion)
+    supported = f"CUDA {version // 1000}.{version % 1000 // 10}"
     driver = f"driver {_nvidia_version()} ({supported})" if _nvidia_version() else f"driver for {supported}"
     found = []
-    for index in range(count.value):
-        device, memory = ctypes.c_int(), ctypes.c_size_t()
-        name = ctypes.create_string_buffer(256)
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        cuda.cuDeviceGet(ctypes.byref(device), index)
+    for index in range(_ask(cuda.cuDeviceGetCount)):
+        device, name = _ask(cuda.cuDeviceGet, index), ctypes.create_string_buffer(256)
         cuda.cuDeviceGetName(name, len(name), device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        memory = _ask(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
+        major, minor = (_ask(cuda.cuDeviceGetAttribute, key, device) for key in (_MAJOR, _MINOR))
         text = name.value.decode("utf-8", "replace")
-        found.append(Gpu("cuda", text, memory.value, f"{major.value}{minor.value}", driver))
+        found.append(Gpu("cuda", text, memory, f"{major}{minor}", driver))
     return found
+
+
+def _ask(function: Callable[..., Any], *arguments: int, kind: Any = ctypes.c_int) -> int:
+    """Call a function of CUDA; returns the number that it writes."""
+    value = kind()
+    function(ctypes.byref(value), *arguments)
+    return int(value.value)
 
 
 def _cuda_reason(cuda: ctypes.CDLL, error: int) -> str:

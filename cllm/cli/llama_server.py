@@ -189,11 +189,6 @@ def _read_flags() -> dict[str, Flag]:
     flags |= {name: Flag(0, "-") for name in _MISSING_SWITCHES.split()}
     flags |= {name: Flag(1, "-") for name in _MISSING_VALUES.split()}
     flags["--control-vector-layer-range"] = Flag(2, "-")
-    for name in (_SAME_FIELDS + _SAME_VARIABLES).split():
-        field = name[2:].replace("-", "_")
-        flags[name] = Flag(
-            1, f":{field}", True, f"LLAMA_ARG_{field.upper()}" * (name in _SAME_VARIABLES.split())
-        )
     for line in _FLAGS.strip().splitlines():
         *names, variable, values, action = line.split()
         variable = "" if variable == "." else variable
@@ -204,6 +199,11 @@ def _read_flags() -> dict[str, Flag]:
                 on = False
             else:
                 flags[name] = Flag(int(values), action, on, variable)
+    for name in (_SAME_FIELDS + _SAME_VARIABLES).split():
+        field = name[2:].replace("-", "_")
+        flags[name] = Flag(
+            1, f":{field}", True, f"LLAMA_ARG_{field.upper()}" * (name in _SAME_VARIABLES.split())
+        )
     return flags
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +34,6 @@ COMMANDS = {  # name: module and function
     "service": ("cllm.cli.service", "service_app"),
     "cluster": ("cllm.cli.cluster", "cluster_app"),
     "keys": (__name__, "keys_app"),
-    "bench": (__name__, "bench_command"),
 }
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -53,10 +51,10 @@ class Commands(TyperGroup):
         found = getattr(import_module(module), attribute)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
-            options: dict[str, Any] = {"hidden": cmd_name == "bench"}
+            options: dict[str, Any] = {}
             if cmd_name == "serve":  # an option for every setting: its help is grouped
                 options["cls"] = import_module("cllm.cli.options").GroupedHelp
-            elif cmd_name in ("build", "bench", "llama-server"):
+            elif cmd_name in ("build", "llama-server"):
                 options["context_settings"] = _PASSED_ON
             alone.command(cmd_name, **options)(found)
             found = alone
@@ -102,16 +100,6 @@ def build_command(context: typer.Context) -> None:
     from cllm.build.build import main as build
 
     raise typer.Exit(build(context.args, prog="cllm build"))
-
-
-def bench_command(context: typer.Context) -> None:
-    """Run the benchmarks of the repository, which are beside this package, not in it."""
-    repository = Path(__file__).parents[2]
-    if not (repository / "bench" / "__main__.py").is_file():
-        raise SetupError("the benchmarks are in the repository, not in the package: make bench")
-    sys.path.append(str(repository))
-    sys.argv = ["cllm bench", *context.args]
-    runpy.run_module("bench", run_name="__main__")
 
 
 keys_app = typer.Typer(help="Manage the API keys of a server.", no_args_is_help=True)

@@ -25,6 +25,7 @@ from cllm.models.survey import Survey
 from cllm.types import Failure
 
 if TYPE_CHECKING:
+    from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ ENOUGH_CELLS = 4096  # of a request: before a model gets less, others that are i
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a process of its own does."""
+    """Work of a process of its own."""
 
     log_level: str = "info"
 
@@ -63,20 +64,15 @@ class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
 
     def run(self) -> PreparedModel:
         """In the process itself. Raises SetupError."""
-        from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
-        from cllm.backend.llama.gguf import GgufHeader
-        from cllm.backend.llama.memory import MemoryFit
+        from cllm.backend.llama.devices import offer_module, wants_gpu
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
 
         if self.rooms or self.beside:
             if self.rooms:
                 self._choose_room()
-            else:
-                devices = list_devices() if wants_gpu(self.asked) else ()
-                fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
-                if not fit.fits:
-                    raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
+            elif not (fit := _fit(self.asked)[1]).fits:
+                raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             return describe(find_ready(self.asked, log.info))
         if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
@@ -97,24 +93,26 @@ class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
                 return
 
 
-def describe(ready: EngineConfig) -> PreparedModel:
-    """Settings with the memory that they take, at its largest, and the state of their files."""
+def _fit(config: EngineConfig) -> tuple[GgufHeader, MemoryFit]:
     from cllm.backend.llama.devices import list_devices, wants_gpu
     from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
 
-    header = GgufHeader(Path(ready.model))
-    fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())
-    paths = [part.path for part in header.parts] + ([Path(ready.draft_model)] if ready.draft_model else [])
-    return PreparedModel(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
+    header = GgufHeader(Path(config.model))
+    return header, MemoryFit(header, config, list_devices() if wants_gpu(config) else ())
 
 
-def _sum_up(fit: MemoryFit) -> dict[str, int]:
-    return {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+def describe(ready: EngineConfig) -> PreparedModel:
+    """Describe settings by the memory that they take, at its largest, and the state of their files."""
+    header, fit = _fit(ready)
+    memory = {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+    paths = [part.path for part in header.parts]
+    paths += [Path(ready.draft_model)] if ready.draft_model else []
+    return PreparedModel(config=ready, memory=memory, stamps=tuple(map(stamp, paths)))
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """What changes when a file does."""
+    """Return a file's path, size and time of change."""
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns
 

@@ -19,7 +19,7 @@ RADEON = ("AMD Radeon", 2, 16 << 30)
 
 
 class Cuda:
-    """libcuda with so many H200; `code` is what cuInit returns."""
+    """libcuda with `count` H200; `code` is what cuInit returns."""
 
     def __init__(self, count: int = 1, code: int = 0) -> None:
         self.count, self.code = count, code
@@ -46,7 +46,7 @@ class Cuda:
         memory._obj.value = 139 << 30
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
-        value._obj.value = {75: 9, 76: device.value}[attribute]
+        value._obj.value = {75: 9, 76: device}[attribute]
 
 
 class Vulkan:

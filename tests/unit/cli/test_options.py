@@ -147,12 +147,3 @@ def test_with_keys_prompts_go_to_disk_only_when_asked_for(
     CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments], env={"CLLM_CACHE_DISK_MB": None})
     assert sizes == [size]
     assert EngineConfig().cache_disk_mb is None, "off in the Python API"
-
-
-def test_the_benchmark_is_hidden_and_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert "bench" not in help_text("--help").split()
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "site" / "cllm" / "cli" / "main.py"))
-    result = CliRunner().invoke(main.app, ["bench", "--quick"])
-    assert result.exit_code == 2 and "make bench" in result.output
