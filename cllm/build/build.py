@@ -169,7 +169,7 @@ def _work_folder(key: str, force: bool, *, alone: bool = False) -> Path:
 
 
 class _Tools(NamedTuple):
-    """What every build needs beside a compiler. The caller holds the build lock."""
+    """Tools of every build beside a compiler. The caller holds the build lock."""
 
     source: Path
     cmake: Path

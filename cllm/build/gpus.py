@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
 
 
 class Drivers(NamedTuple):
-    """What the drivers answered: the GPUs, and what is wrong with a driver that has an answer but no GPU."""
+    """Answers of the drivers: the GPUs, and the problems of drivers that answer without a GPU."""
 
     gpus: tuple[Gpu, ...] = ()
     problems: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class _MemoryProperties(ctypes.Structure):
 
 
 def _has_device_file() -> bool:
-    """Whether the kernel has a GPU; else Vulkan would load all its drivers to find none, in half a second."""
+    """Return True if the kernel has a GPU. To find none, Vulkan would load all drivers, in half a second."""
     names = ("dri/renderD*", "nvidia[0-9]*", "dxg", "kgsl-3d0", "mali[0-9]*")
     return not sys.platform.startswith("linux") or any(any(_DEVICE_FILES.glob(name)) for name in names)
 

@@ -69,7 +69,7 @@ class Module(NamedTuple):
     architectures: frozenset[str]
 
     def suits(self, gpus: tuple[Gpu, ...]) -> bool:
-        """Whether there is a GPU for it, and none that it has no code for: ggml would use that too."""
+        """Return True if there are GPUs, and code for each: ggml would use all of them."""
         wanted = {gpu.architecture for gpu in gpus}
         return bool(gpus) and (not self.architectures or wanted <= self.architectures)
 

@@ -116,7 +116,7 @@ class BuildOptions:
         return arguments
 
     def _variant_lines(self, work: Path) -> Iterator[str]:
-        """What CMake has to change of the variants. Writes the files that it needs into `work`."""
+        """Return CMake's calls that change the variants. Write the files that they need into `work`."""
         (work / "hidden.map").write_text(_HIDDEN, encoding="utf-8")
         (work / "random.c").write_text(_RANDOM, encoding="utf-8")
         yield f"target_sources llama PRIVATE {work / 'random.c'}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cllm.cli.client import Url
-from cllm.cli.conversation import AnswerEnd, AnswerSource, AnswerStats, Transcript, open_source
+from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, Transcript, open_source
 from cllm.cli.terminal import Screen
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
@@ -20,53 +20,6 @@ from cllm.types import SamplingParams
 
 MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
 THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
-
-
-class Dialog:
-    """A conversation and where its answers come from."""
-
-    def __init__(self, source: AnswerSource, transcript: Transcript, screen: Screen) -> None:
-        self.source, self.transcript, self.screen = source, transcript, screen
-        self.stats: list[AnswerStats] = []  # of all answers
-
-    def answer(self) -> bool:
-        """Answer the last question. Return False if Ctrl-C stops it; the text so far is the answer then.
-
-        Raise CllmError if it fails; the question then stays, without an answer.
-        """
-        stats, text, reasoning = AnswerStats(), list[str](), list[str]()
-        try:
-            self._read(stats, text, reasoning)
-            stopped = False
-        except KeyboardInterrupt:
-            stopped = True
-        finally:
-            self.screen.end()
-        self.stats.append(stats)
-        if text or not stopped:
-            self.transcript.answer("".join(text), "".join(reasoning))
-        return not stopped
-
-    def _read(self, stats: AnswerStats, text: list[str], reasoning: list[str]) -> None:
-        hidden = self.transcript.think == "hide"
-        thinking = False
-        with closing(self.source.answer(self.transcript.rendered(), self.transcript.options())) as answer:
-            for piece in answer:
-                if isinstance(piece, AnswerEnd):
-                    stats.end = piece
-                    continue
-                stats.see_piece()
-                (reasoning if piece.reasoning else text).append(piece.text)
-                if piece.reasoning and hidden:
-                    self.screen.write("" if thinking else "thinking …", dim=True)
-                else:
-                    if thinking and not piece.reasoning:
-                        self.screen.end()
-                    self.screen.write(piece.text, dim=piece.reasoning)
-                thinking = piece.reasoning
-
-    def describe_last(self) -> str:
-        return self.stats[-1].describe(self.source.context)
 
 
 def chat_command(

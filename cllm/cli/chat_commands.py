@@ -15,8 +15,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from cllm.cli.chat import Dialog
-from cllm.cli.conversation import SETTINGS, Transcript, read_text
+from cllm.cli.conversation import SETTINGS, Dialog, Transcript, read_text
 from cllm.errors import CllmError, InvalidRequest
 from cllm.fields import describe_unknown
 

@@ -38,7 +38,7 @@ def get_key() -> str:
 
 
 def _is_here(url: str) -> bool:
-    """Whether an address is one of this machine only."""
+    """Return True for an address of this machine only."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback
@@ -86,7 +86,7 @@ class ServerClient:
         self._client.close()
 
     def is_running(self) -> bool:
-        """Whether a server answers there, be its engine ready or not."""
+        """Return True if a server answers there, be its engine ready or not."""
         try:
             answer = self._client.get("/health", timeout=CONNECT_S)
             return isinstance(answer.json(), dict) and "status" in answer.json()

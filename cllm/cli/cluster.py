@@ -182,7 +182,7 @@ cluster_app.command("deploy", cls=GroupedHelp)(deploy_command)
 
 
 def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
-    """What each replica is to compute. The scripted model of the tests has no file."""
+    """Make the settings of each replica. The scripted model of the tests has no file."""
     if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
         return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
     path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()

@@ -1,4 +1,4 @@
-"""Conversation: the transcript as it is sent and saved, and answers of a server or of a model loaded here."""
+"""Conversation: its transcript, sent and saved; answers of a server or a model loaded here; the dialog."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cllm.cli.client import ServerClient
+from cllm.cli.terminal import Screen
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, Unauthorized
 from cllm.fields import describe_unknown, parse_fields
@@ -169,7 +170,7 @@ class Piece(NamedTuple):
 
 
 class AnswerEnd(NamedTuple):
-    """What an answer took, in tokens; None where the server does not say."""
+    """Tokens of an answer; None where the server does not count them."""
 
     prompt_tokens: int | None = None
     tokens: int | None = None
@@ -338,3 +339,50 @@ def open_source(
                 needed = f"the server at {client.url} needs an API key: set CLLM_API_KEY"
                 raise ConfigError(f"{needed}; --local loads a model here") from None
     return LocalAnswers(config, report)
+
+
+class Dialog:
+    """A conversation on the screen, with the source of its answers."""
+
+    def __init__(self, source: AnswerSource, transcript: Transcript, screen: Screen) -> None:
+        self.source, self.transcript, self.screen = source, transcript, screen
+        self.stats: list[AnswerStats] = []  # of all answers
+
+    def answer(self) -> bool:
+        """Answer the last question. Return False if Ctrl-C stops it; the text so far is the answer then.
+
+        Raise CllmError if it fails; the question then stays, without an answer.
+        """
+        stats, text, reasoning = AnswerStats(), list[str](), list[str]()
+        try:
+            self._read(stats, text, reasoning)
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            self.screen.end()
+        self.stats.append(stats)
+        if text or not stopped:
+            self.transcript.answer("".join(text), "".join(reasoning))
+        return not stopped
+
+    def _read(self, stats: AnswerStats, text: list[str], reasoning: list[str]) -> None:
+        hidden = self.transcript.think == "hide"
+        thinking = False
+        with closing(self.source.answer(self.transcript.rendered(), self.transcript.options())) as answer:
+            for piece in answer:
+                if isinstance(piece, AnswerEnd):
+                    stats.end = piece
+                    continue
+                stats.see_piece()
+                (reasoning if piece.reasoning else text).append(piece.text)
+                if piece.reasoning and hidden:
+                    self.screen.write("" if thinking else "thinking …", dim=True)
+                else:
+                    if thinking and not piece.reasoning:
+                        self.screen.end()
+                    self.screen.write(piece.text, dim=piece.reasoning)
+                thinking = piece.reasoning
+
+    def describe_last(self) -> str:
+        return self.stats[-1].describe(self.source.context)

@@ -118,7 +118,7 @@ def stamp(path: Path) -> tuple[str, int, int]:
 
 
 class SurveyTask(Task, frozen=True, kw_only=True, tag=True):
-    """Which models are to be served; a hub's are pulled. With `all_models`, every model of the list."""
+    """Models to find for a server; a hub's are pulled. With `all_models`, every model of the list."""
 
     models: tuple[ModelConfig, ...]
     common: ModelConfig  # the settings of models that have none of their own

@@ -30,7 +30,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 class Result(NamedTuple):
-    """What a pull did. Without a path it was a dry run."""
+    """Result of a pull. Without a path it was a dry run."""
 
     path: Path | None = None
     missing: int = 0  # bytes that would be fetched
