@@ -108,9 +108,6 @@ def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -
         ("max_timeout_s = nan", "max_timeout_s is nan: expected a finite number"),
         ("drain_s = inf", "drain_s is inf: expected a finite number"),
         ("paralel = 2", "unknown setting 'paralel' (did you mean 'parallel'?)"),
-        ("park-mb = 77", "unknown setting 'park_mb'"),
-        ("tune = false", "unknown setting 'tune'"),
-        ("tune_budget_s = 5", "unknown setting 'tune_budget_s'"),
     ],
 )
 def test_a_wrong_line_of_the_file_is_named(
