@@ -46,7 +46,7 @@ def _is_here(url: str) -> bool:
         return False
 
 
-class ListedModel(NamedTuple):
+class ServerModel(NamedTuple):
     """A model as `/v1/models` lists it."""
 
     name: str
@@ -105,10 +105,10 @@ class ServerClient:
             _check(answer)
             return answer.json()
 
-    def models(self) -> list[ListedModel]:
+    def models(self) -> list[ServerModel]:
         """The models of the server; those that are loaded come first."""
         found = [
-            ListedModel(
+            ServerModel(
                 entry["id"],
                 entry.get("context_length") or entry.get("max_model_len") or 0,
                 tuple(entry.get("aliases") or ()),
@@ -118,7 +118,7 @@ class ServerClient:
         ]
         return sorted(found, key=lambda model: not model.loaded)
 
-    def find_model(self, name: str) -> ListedModel:
+    def find_model(self, name: str) -> ServerModel:
         """Return the model of this name, or any for "". Raise ModelNotFound, with the list."""
         models = self.models()
         for model in models:
