@@ -182,7 +182,7 @@ class ClusterConfig(EngineConfig, frozen=True, kw_only=True):
     digest: str = ""  # of the model's file
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that are ready to be loaded, and the memory that they take, in bytes by device."""
 
     config: EngineConfig

@@ -23,7 +23,7 @@ import httpx
 
 from bench.peers import embedded_model
 from cllm.build.build import find_built
-from cllm.cli.llama_flags import FLAGS
+from cllm.cli.llama_server import FLAGS
 from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate
 from proof.command import make_parser
 from tests.driver.server import Server, wait_for

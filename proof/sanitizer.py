@@ -21,9 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.build.build import _Tools
+from cllm.build.build import SAMPLING_SOURCE, _Tools, sampling_path
 from cllm.build.options import BuildOptions
-from cllm.build.sampling import SOURCE, library_path
 from cllm.build.toolchain import Compiler, cache_directory, default_jobs, find_compiler
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
@@ -59,9 +58,19 @@ def build() -> None:
         settings += ("-DGGML_SANITIZE_ADDRESS=ON", "-DLLAMA_SANITIZE_ADDRESS=ON")
         _Tools.find().compile(work, settings, ["llama"], default_jobs())
     os.environ["CLLM_CACHE_DIR"] = str(FOLDER / "cache")
-    sampling = library_path()
+    sampling = sampling_path()
     sampling.parent.mkdir(parents=True, exist_ok=True)
-    command = [*compiler.c, "-O1", *FLAGS, "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(sampling)]
+    command = [
+        *compiler.c,
+        "-O1",
+        *FLAGS,
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        str(SAMPLING_SOURCE),
+        "-o",
+        str(sampling),
+    ]
     subprocess.run(command, check=True)
 
 

@@ -66,7 +66,7 @@ def write_record(path: Path, data: bytes) -> None:
 
 
 def source_directory() -> Path:
-    """Where the sdist is, or is to be, unpacked."""
+    """Return the folder that the sdist is unpacked into."""
     return cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
 
 
@@ -142,7 +142,7 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
 
 
 def has_header(compiler: Compiler, header: str) -> bool:
-    """Whether C++ sources can include it."""
+    """Return True if C++ sources can include the header."""
     return _preprocess(compiler.cxx, source=f"#include <{header}>\n", language="c++") is not None
 
 

@@ -74,7 +74,7 @@ def doctor_command(
 
 
 def _library(folder: Path, features: Collection[str], table: Table) -> None:
-    """Add which library is used, and whether one for this very CPU would be faster."""
+    """Add rows on the library, and on the gain of one for this very CPU."""
     origin = "named by CLLM_LIBRARY" if "CLLM_LIBRARY" in os.environ else "built by `cllm build`"
     packaged = library.read_build_info(folder).get("variants", False)
     if packaged and "CLLM_LIBRARY" not in os.environ:
@@ -89,7 +89,7 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
 
 
 def _advise(unused: list[str]) -> str:
-    """Whether a build for this CPU pays."""
+    """Say if a build for this CPU pays."""
     time = describe_time("cpu")
     if unused:
         return f"would pay: this CPU has {', '.join(unused)}, which the variant does not use ({time})"

@@ -6,7 +6,6 @@ Precedence: command line, `CLLM_*` variables, TOML file (`--config`), defaults.
 from __future__ import annotations
 
 import inspect
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
@@ -182,7 +180,7 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
                 server = make_config(ServerConfig, settings, strict=False)
                 config = Config(engine=engine, server=server, models=context.meta.get(_MODELS, {}))
             except ConfigError as error:
-                raise fail(ConfigError(f"configuration: {error}")) from None
+                raise ConfigError(f"configuration: {error}") from None
             return command(config=config, **values)
 
         own = [
@@ -198,21 +196,3 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         return call
 
     return decorate
-
-
-def fail(error: Exception, code: int = 2) -> typer.Exit:
-    """Print one clear line on standard error."""
-    typer.echo(f"cllm: {error}", err=True)
-    return typer.Exit(code)
-
-
-def progress_bar(console: Console) -> Progress:
-    """A progress bar on standard error, only on a terminal, gone when it is done."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

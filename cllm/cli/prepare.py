@@ -18,22 +18,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
 from cllm.logs import configure_logging
 from cllm.models.survey import Survey
 from cllm.types import Failure
 
 if TYPE_CHECKING:
+    from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
 
 log = logging.getLogger(__name__)
-Answer = TypeVar("Answer", Prepared, Survey)
+Answer = TypeVar("Answer", PreparedModel, Survey)
 ENOUGH_CELLS = 4096  # of a request: before a model gets less, others that are idle are unloaded
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a process of its own does."""
+    """Work of a process of its own."""
 
     log_level: str = "info"
 
@@ -50,7 +51,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return process
 
 
-class Preparation(Task, frozen=True, kw_only=True, tag=True):
+class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
     """Settings to prepare. While another model is served (`beside`), memory must suffice for both.
 
     With `rooms`, bytes by device, the first counts in which the model has a useful context: each has what the
@@ -61,11 +62,9 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
     beside: bool = False
     rooms: tuple[dict[str, int], ...] = ()
 
-    def run(self) -> Prepared:
+    def run(self) -> PreparedModel:
         """In the process itself. Raises SetupError."""
-        from cllm.backend.llama.gguf import GgufHeader
-        from cllm.backend.llama.memory import MemoryFit
-        from cllm.backend.llama.placement import list_devices, offer_module, wants_gpu
+        from cllm.backend.llama.placement import offer_module, wants_gpu
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
         from cllm.models.resolve import resolve_config
@@ -74,11 +73,8 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
         if self.rooms or self.beside:
             if self.rooms:
                 self._choose_room(asked)
-            else:
-                devices = list_devices() if wants_gpu(asked) else ()
-                fit = MemoryFit(GgufHeader(Path(asked.model)), asked, devices)
-                if not fit.fits:
-                    raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
+            elif not (fit := _fit(asked)[1]).fits:
+                raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             return describe(find_ready(asked, log.info))
         if wants_gpu(asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
@@ -98,30 +94,32 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
                 return
 
 
-def describe(ready: EngineConfig) -> Prepared:
-    """Settings with the memory that they take, at its largest, and the state of their files."""
+def _fit(config: EngineConfig) -> tuple[GgufHeader, MemoryFit]:
     from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
     from cllm.backend.llama.placement import list_devices, wants_gpu
 
-    header = GgufHeader(Path(ready.model))
-    fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())
-    paths = [part.path for part in header.parts] + ([Path(ready.draft_model)] if ready.draft_model else [])
-    return Prepared(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
+    header = GgufHeader(Path(config.model))
+    return header, MemoryFit(header, config, list_devices() if wants_gpu(config) else ())
 
 
-def _sum_up(fit: MemoryFit) -> dict[str, int]:
-    return {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+def describe(ready: EngineConfig) -> PreparedModel:
+    """Describe settings by the memory that they take, at its largest, and the state of their files."""
+    header, fit = _fit(ready)
+    memory = {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+    paths = [part.path for part in header.parts]
+    paths += [Path(ready.draft_model)] if ready.draft_model else []
+    return PreparedModel(config=ready, memory=memory, stamps=tuple(map(stamp, paths)))
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """What changes when a file does."""
+    """Return a file's path, size and time of change."""
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns
 
 
 class SurveyTask(Task, frozen=True, kw_only=True, tag=True):
-    """Which models are to be served; a hub's are pulled. With `all_models`, every model of the list."""
+    """Models to find for a server; a hub's are pulled. With `all_models`, every model of the list."""
 
     models: tuple[ModelConfig, ...]
     common: ModelConfig  # the settings of models that have none of their own
@@ -156,10 +154,10 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Prepare what the input says."""
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Preparation | SurveyTask)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=PrepareTask | SurveyTask)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure_logging(task.log_level)
-    answer: Prepared | Survey | Failure
+    answer: PreparedModel | Survey | Failure
     try:
         answer = task.run()
     except CllmError as error:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
@@ -102,16 +102,16 @@ class Loader(Protocol):
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Settings that are ready to be loaded, within the first of the `rooms` that suffices.
 
         `file` replaces the model's own. With what is `serving`, its context stays. Raises CllmError.
         """
 
-    def is_current(self, prepared: Prepared) -> bool:
+    def is_current(self, prepared: PreparedModel) -> bool:
         """Whether the files are still those that were prepared."""
 
-    def make(self, prepared: Prepared) -> EngineClient:
+    def make(self, prepared: PreparedModel) -> EngineClient:
         """An engine, not started."""
 
 
@@ -124,7 +124,7 @@ class ServedModel:
         loader: Loader | None = None,
         *,
         engine: EngineClient | None = None,
-        prepared: Prepared | None = None,
+        prepared: PreparedModel | None = None,
         info: ModelInfo | None = None,
         created: int = 0,
     ) -> None:
@@ -269,7 +269,7 @@ class ServedModel:
         await asyncio.wrap_future(self.engine.loaded)
         self.touch()
 
-    async def prepare(self, rooms: Sequence[Memory] = ()) -> Prepared:
+    async def prepare(self, rooms: Sequence[Memory] = ()) -> PreparedModel:
         """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
         assert self._loader is not None
         if self.prepared is None or not self._loader.is_current(self.prepared):
@@ -278,7 +278,7 @@ class ServedModel:
             self.prepared = await asyncio.to_thread(prepare, self.config, serving=serving, rooms=rooms)
         return self.prepared
 
-    async def load(self, prepared: Prepared) -> None:
+    async def load(self, prepared: PreparedModel) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
         before = self.phase

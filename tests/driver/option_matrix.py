@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,13 @@ _ASKS: dict[str, tuple[Callable[..., Any], ...]] = {  # by model; others chat
 }
 
 
+def at_once(*calls: Callable[[], Any]) -> None:
+    """Run requests at the same time; each must succeed."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for asked in [pool.submit(call) for call in calls]:
+            asked.result(PATIENCE_S)
+
+
 def wait_idle(server: Server) -> None:
     """Let an engine without requests run its loop for a moment."""
     wait_for(lambda: server.get("/debug/requests") == {"requests": []})
@@ -126,10 +134,7 @@ def ask_all(server: Server, model: str = "dense") -> None:
     first, second = _ASKS.get(model, (chat, stream))
     first(server, "hello")
     wait_idle(server)
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, server, LONG_PROMPT) for ask in (first, second)]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(partial(first, server, LONG_PROMPT), partial(second, server, LONG_PROMPT))
     wait_idle(server)
 
 
@@ -138,10 +143,7 @@ def ask_all(server: Server, model: str = "dense") -> None:
 
 def use_embeddings(server: Server) -> None:
     """Embed beside a chat."""
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, server, "both at once") for ask in (chat, embed)]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(*(partial(ask, server, "both at once") for ask in (chat, embed)))
 
 
 def use_second_turn(server: Server) -> None:
@@ -152,11 +154,7 @@ def use_second_turn(server: Server) -> None:
 
 def use_preemption(server: Server) -> None:
     """Two answers need more KV cells than there are."""
-    with ThreadPoolExecutor(2) as pool:
-        contents = ("hello", "goodbye")
-        asked = [pool.submit(chat, server, each, tokens=400, ignore_eos=True) for each in contents]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(*(partial(chat, server, each, tokens=400, ignore_eos=True) for each in ("hello", "goodbye")))
     assert server.metrics()["cllm_preemptions_total"] > 0
 
 
@@ -177,15 +175,13 @@ def use_two_keys(server: Server) -> None:
     """The prefix of one tenant serves another."""
     body = {"messages": [{"role": "user", "content": LONG_PROMPT}], "max_tokens": ANSWER}
     answer = post(server, "/v1/chat/completions", body, Authorization=f"Bearer {OTHER_KEY}")
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert count_cached(answer) > 0
 
 
 def use_other_model(server: Server) -> None:
     """Ask two models at the same time."""
     models = server.get("/admin/models")["models"]
-    with ThreadPoolExecutor(2) as pool:
-        for asked in [pool.submit(chat, server, "hello", model=model["name"]) for model in models[:2]]:
-            asked.result(PATIENCE_S)
+    at_once(*(partial(chat, server, "hello", model=model["name"]) for model in models[:2]))
     assert len([model for model in server.get("/admin/models")["models"] if model["state"] == "ready"]) == 2
 
 

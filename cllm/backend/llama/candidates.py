@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.llama.library import find
-from cllm.build.sampling import NAME, library_path
+from cllm.build.build import SAMPLING_NAME, sampling_path
 from cllm.types import SamplingParams, TokenMask
 
 Logits = npt.NDArray[np.float32]
@@ -209,7 +209,7 @@ class NativeLogitScan(LogitScan):
 
 def make_logit_scan(threads: int, part: int = PART) -> LogitScan:
     """The fast one, where `cllm build` has compiled it or the library comes with it."""
-    for path in (library_path(), find() / NAME):
+    for path in (sampling_path(), find() / SAMPLING_NAME):
         with suppress(OSError):
             return NativeLogitScan(path, threads, part)
     return LogitScan()

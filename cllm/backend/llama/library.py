@@ -19,9 +19,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from cllm.backend.llama import declarations
-from cllm.build.build import BINDINGS_VERSION, find_built
+from cllm.build.build import find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_modules
+from cllm.build.toolchain import BINDINGS_VERSION
 from cllm.errors import LibraryError
 
 log = logging.getLogger("llama.cpp")

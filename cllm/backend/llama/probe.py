@@ -20,8 +20,8 @@ from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import exit_reason, find, may_use_gpu
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.placement import list_devices, wants_gpu
-from cllm.build.build import cache_directory, write_record
 from cllm.build.module import find_modules
+from cllm.build.toolchain import cache_directory, write_record
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, LibraryError, ModelFileError
 

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import main, serve
-from cllm.cli.llama_flags import FLAGS
-from cllm.cli.llama_server import Translation
+from cllm.cli.llama_server import FLAGS, Translation
 from cllm.config import DEFAULT_CACHE_DISK_MB, Config
 from cllm.errors import ConfigError
 from cllm.server.app import read_defaults
@@ -154,7 +153,15 @@ def test_fields_of_requests(served: list[Config], words: str) -> None:
 def test_every_argument_that_has_a_meaning_is_tested() -> None:
     tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
-    elsewhere = {"!context", "!unified", "!key_file", "!save_path", "!grammar_file", "!schema_file", "!sleep"}
+    elsewhere = {
+        "!context",
+        "!unified",
+        "!key_file",
+        "!save_path",
+        "!grammar_file",
+        "!schema_file",
+        "+sleep_idle_s",
+    }
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import (
     DeadlineExceeded,
     EngineNotReady,
@@ -83,16 +83,16 @@ class FakeLoader:
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         self.prepared.append((model.name, [dict(room) for room in rooms]))
         if self.failures.get(model.name) == "file":
             raise ModelFileError("it is truncated")
-        return Prepared(config=EngineConfig(alias=model.name), memory={"host": SIZES[model.name]})
+        return PreparedModel(config=EngineConfig(alias=model.name), memory={"host": SIZES[model.name]})
 
-    def is_current(self, prepared: Prepared) -> bool:
+    def is_current(self, prepared: PreparedModel) -> bool:
         return True
 
-    def make(self, prepared: Prepared) -> EngineClient:
+    def make(self, prepared: PreparedModel) -> EngineClient:
         name = prepared.config.alias
 
         def stopped() -> None:

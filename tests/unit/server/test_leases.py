@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cllm.config import EngineConfig, ModelConfig, Prepared, ServerConfig
+from cllm.config import EngineConfig, ModelConfig, PreparedModel, ServerConfig
 from cllm.errors import NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
@@ -43,16 +43,16 @@ class GatedLoader:
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         assert self.gate.wait(30)
         if not self._fits:
             raise NotEnoughMemory("not enough memory: model 9 MiB + KV 9 MiB")
-        return Prepared(config=EngineConfig())
+        return PreparedModel(config=EngineConfig())
 
-    def is_current(self, prepared: Prepared) -> bool:
+    def is_current(self, prepared: PreparedModel) -> bool:
         return True
 
-    def make(self, prepared: Prepared) -> EngineClient:
+    def make(self, prepared: PreparedModel) -> EngineClient:
         executor = ThreadExecutor(lambda _: FakeRunner(chat_template=CHAT_TEMPLATE), prepared.config)
         return EngineClient(executor)
 

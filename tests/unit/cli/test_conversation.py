@@ -1,13 +1,15 @@
-"""The transcript of a chat: turns, settings, files."""
+"""Conversation: turns, settings and files of a transcript; answers that are shown, stopped or fail."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cllm.cli.transcript import Transcript, read_text
-from cllm.errors import ConfigError, InvalidRequest
+from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, LocalAnswers, Piece, Transcript, read_text
+from cllm.cli.terminal import Screen
+from cllm.errors import ConfigError, EngineDied, InvalidRequest
 
 
 def answered(*questions: str) -> Transcript:
@@ -94,3 +96,69 @@ def test_files_of_a_question_are_text(tmp_path: Path) -> None:
     for name in ("image", "zero", "large", "missing"):
         with pytest.raises(ConfigError, match=name):
             read_text(tmp_path / name)
+
+
+class Source(LocalAnswers):
+    """Answers with these pieces; an error is raised."""
+
+    name, context = "model", 100
+
+    def __init__(self, *pieces: Piece | AnswerEnd | BaseException) -> None:
+        self._pieces = pieces
+
+    def answer(self, messages: Any, options: Any) -> Any:
+        for piece in self._pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+THOUGHT, TEXT, END = Piece("hmm", reasoning=True), Piece("yes"), AnswerEnd(8, 4, 6)
+
+
+def chat(*pieces: Piece | AnswerEnd | BaseException, think: Any = "on") -> Dialog:
+    opened = Dialog(Source(*pieces), Transcript(think=think), Screen())
+    opened.screen.is_terminal = True
+    opened.transcript.ask("well?")
+    return opened
+
+
+@pytest.mark.parametrize(("think", "shown"), [("on", "hmm\nyes\n"), ("hide", "thinking …\nyes\n")])
+def test_reasoning_is_shown_or_folded(capsys: pytest.CaptureFixture[str], think: str, shown: str) -> None:
+    opened = chat(THOUGHT, THOUGHT._replace(text=""), TEXT, END, think=think)
+    assert opened.answer()
+    assert capsys.readouterr().out == shown
+    assert opened.transcript.rendered()[-1] == {
+        "role": "assistant",
+        "content": "yes",
+        "reasoning_content": "hmm",
+    }
+
+
+def test_one_line_says_what_an_answer_took() -> None:
+    opened = chat(TEXT, TEXT, END)
+    opened.answer()
+    line = opened.describe_last()
+    assert line.startswith("4 tokens, ") and " tokens/s, first token " in line
+    assert line.endswith("6 of 8 prompt tokens cached, context 12 of 100")
+
+
+def test_a_server_that_counts_nothing_has_a_line_too() -> None:
+    stats = AnswerStats()
+    stats.see_piece()
+    assert stats.describe(0) == "first token 0.00 s"
+
+
+def test_a_stopped_answer_counts_as_far_as_it_came() -> None:
+    opened = chat(TEXT, KeyboardInterrupt())
+    assert not opened.answer()
+    assert opened.transcript.messages[-1].content == "yes"
+    opened = chat(KeyboardInterrupt())
+    assert not opened.answer() and opened.transcript.unanswered
+
+
+def test_a_failed_answer_leaves_the_question() -> None:
+    opened = chat(TEXT, EngineDied("the engine died"))
+    with pytest.raises(EngineDied):
+        opened.answer()
+    assert opened.transcript.unanswered

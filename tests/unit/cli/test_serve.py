@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import main, serve
-from cllm.cli.prepare import Preparation
-from cllm.cli.served import choose_models, is_several
-from cllm.config import Config, EngineConfig, ModelConfig, Prepared, ServerConfig
+from cllm.cli.prepare import PrepareTask
+from cllm.cli.serve import choose_models, is_several
+from cllm.config import Config, EngineConfig, ModelConfig, PreparedModel, ServerConfig
 from cllm.errors import ConfigError
 
 FILE = """
@@ -112,11 +112,11 @@ def test_threads_of_several_models_do_not_poll(
 ) -> None:
     asked: list[EngineConfig] = []
 
-    def finish(task: Preparation, kind: type[Prepared]) -> Prepared:
+    def finish(task: PrepareTask, kind: type[PreparedModel]) -> PreparedModel:
         asked.append(task.asked)
-        return Prepared(config=task.asked)
+        return PreparedModel(config=task.asked)
 
-    monkeypatch.setattr(Preparation, "start", lambda task: task)
+    monkeypatch.setattr(PrepareTask, "start", lambda task: task)
     monkeypatch.setattr(serve, "finish", finish)
     monkeypatch.setattr(serve, "share_turns", object)
     model = ModelConfig(name="a", engine=EngineConfig(model="a.gguf", poll=poll))

@@ -6,7 +6,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from cllm.cli.line_input import CommandCompleter, clean, continues
+from cllm.cli.chat_commands import Command, CommandCompleter, clean, continues
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,7 @@ def test_a_text_continues(text: str, more: bool, meant: str) -> None:
     ],
 )
 def test_commands_and_their_words_are_completed(text: str, offered: list[str]) -> None:
-    completer = CommandCompleter({"set": lambda: ("top_k", "top_p", "seed"), "save": None}, ("file",))
-    found = completer.get_completions(Document(text), CompleteEvent())
+    words = lambda: ("top_k", "top_p", "seed")  # noqa: E731
+    commands = {"set": Command(print, "[NAME]", "", words), "save": Command(print, "", "")}
+    found = CommandCompleter(commands).get_completions(Document(text), CompleteEvent())
     assert [completion.text for completion in found] == offered
