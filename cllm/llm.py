@@ -42,7 +42,7 @@ from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
 from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
-from cllm.fields import describe_unknown, parse_fields
+from cllm.fields import describe_unknown, parse_fields, to_plain
 from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -312,7 +312,7 @@ class AsyncLLM:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
         self._check_open()
         _check_names("chat", options, ChatOptions.__annotations__)
-        given = {"max_tokens": DEFAULT_MAX_TOKENS, **options, "messages": [dict(each) for each in messages]}
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": [*map(dict, messages)]}
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
         body = ChatBody.parse(given)
@@ -323,7 +323,7 @@ class AsyncLLM:
     def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
         self._check_open()
         _check_names(call, options, GenerateOptions.__annotations__)
-        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **options, "prompt": ""})
+        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""})
         return _make_request(self._engine, body, sampling)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:

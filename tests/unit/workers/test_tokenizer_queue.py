@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import TokenizerBusy
-from cllm.messages import CheckConstraint, TokenizerTask, TokenizeText
+from cllm.messages import Prepare, TokenizerTask, TokenizeTexts
+from cllm.text.prompt import RawText
 from cllm.types import ConstraintKind, ConstraintSpec
 from cllm.workers import tokenizer_queue
 from cllm.workers.tokenizer_queue import LARGE_BYTES, THREADS, Call, TokenizerQueue
@@ -18,7 +19,7 @@ _ids = itertools.count()
 
 
 def call(tenant: str = "", size: int = 10, task: TokenizerTask | None = None) -> Call:
-    return Call(next(_ids), task or TokenizeText(""), bytes(size), tenant)
+    return Call(next(_ids), task or TokenizeTexts(("",)), bytes(size), tenant)
 
 
 def put(queue: TokenizerQueue, *calls: Call) -> list[Call]:
@@ -56,7 +57,7 @@ def test_grammars_are_compiled_one_at_a_time() -> None:
     """On both threads the second would wait for the first, and run out of its own time."""
     queue = TokenizerQueue()
     spec = ConstraintSpec(ConstraintKind.REGEX, "a")
-    grammars = put(queue, *(call(task=CheckConstraint(spec)) for _ in range(2)))
+    grammars = put(queue, *(call(task=Prepare((RawText(("x",)),), constraint=spec)) for _ in range(2)))
     assert queue.take([]) is grammars[0]
     assert queue.take([grammars[0]]) is None
 
