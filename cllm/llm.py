@@ -228,10 +228,9 @@ class AsyncLLM:
             state = "closed" if self._closed else "open already"
             raise RuntimeError(f"this model is {state}: each can be opened once; make another")
         self._loop, self._process = asyncio.get_running_loop(), os.getpid()
-        self._engine.deliver = self._deliver
         atexit.register(self._stop_at_exit)
         try:
-            self._engine.start()
+            self._engine.start(self._loop)
             await asyncio.wrap_future(self._engine.loaded)
         except BaseException:
             await self.close()
@@ -246,22 +245,16 @@ class AsyncLLM:
         self._closed = True
         await asyncio.to_thread(self._stop)
 
-    def _deliver(self, call: Callable[..., object], *arguments: Any) -> None:
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nothing reads any more
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _stop(self) -> None:
+    def _stop(self, *, wake: bool = True) -> None:
         """End the workers, and wait for that."""
         self._closed = True
         if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
-            self._engine.stop()
+            self._engine.stop(wake=wake)
             atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
-        self._engine.deliver = lambda *_: None
-        self._stop()
+        self._stop(wake=False)
 
     def _check_open(self) -> ModelInfo:
         """The loaded model. Raises an error that says why it cannot be used here and now."""

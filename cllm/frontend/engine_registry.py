@@ -33,7 +33,7 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestState
 from cllm.frontend.served_model import Memory, ModelStatus, Phase, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.models.resolve import match_name
@@ -46,7 +46,7 @@ LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
 
 
-class Lease:
+class ModelLease:
     """Keeps a model loaded while an HTTP request needs its engine."""
 
     def __init__(self, model: ServedModel, released: asyncio.Event) -> None:
@@ -168,7 +168,7 @@ class EngineRegistry:
 
     # Using a model -----------------------------------------------------------------------------------
 
-    async def use(self, model: ServedModel, timeout_s: float | None = None) -> Lease:
+    async def use(self, model: ServedModel, timeout_s: float | None = None) -> ModelLease:
         """Load the model if need be, and keep it loaded until the lease is released.
 
         Raises ModelDoesNotFit, EngineNotReady (it could not be loaded), QueueFull, DeadlineExceeded.
@@ -179,7 +179,7 @@ class EngineRegistry:
         else:
             await self._wait_loaded(model, timeout_s)
         log.debug("model %s is used, %d users", model.name, model.users)
-        return Lease(model, self._changed)
+        return ModelLease(model, self._changed)
 
     async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
         """Wait for a load; the caller is a user of the model then."""

@@ -19,7 +19,7 @@ from cllm.config import EngineConfig, ModelConfig, Prepared
 from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestState
 from cllm.models.files import parse_file_type
 from cllm.types import Health, Limits, ModelInfo
 
@@ -109,7 +109,7 @@ class Loader(Protocol):
         """
 
     def is_current(self, prepared: Prepared) -> bool:
-        """Whether the files are still those that were prepared."""
+        """Return False when a file has changed since it was prepared."""
 
     def make(self, prepared: Prepared) -> EngineClient:
         """An engine, not started."""
@@ -155,8 +155,8 @@ class ServedModel:
 
     @property
     def loaded(self) -> bool:
-        """Whether its engine has processes and has been ready."""
-        return self.engine is not None and self.engine in self.engines
+        """Its engine has processes and has been ready."""
+        return self.engine in self.engines
 
     def move_to(self, phase: Phase) -> None:
         """Change the phase, unless the server shuts down. Asserts that the transition exists."""
@@ -166,8 +166,9 @@ class ServedModel:
 
     @property
     def open(self) -> bool:
-        """Whether a request can be taken now."""
-        return self.loaded and self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
+        """A request can be taken now."""
+        taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
+        return taking and self.engine in self.engines
 
     @property
     def can_load(self) -> bool:
@@ -175,12 +176,12 @@ class ServedModel:
 
     @property
     def quiet(self) -> bool:
-        """Whether no request has its engine."""
+        """No request has its engine."""
         return not (self.users or self.phase is Phase.RELOADING or self.requests)
 
     @property
     def idle(self) -> bool:
-        """Whether no request has its engine or waits for it."""
+        """No request has its engine or waits for it."""
         return self.quiet and not self.waiters
 
     @property
@@ -264,8 +265,7 @@ class ServedModel:
     async def start(self) -> None:
         """Start the engine that it was made with. Raises the error that keeps it from loading."""
         assert self.engine is not None
-        self.engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        self.engine.start()
+        self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
         self.touch()
 
@@ -369,11 +369,10 @@ class ServedModel:
 
     async def _take_over(self, new: EngineClient) -> EngineClient:
         """Start an engine, wait until it is ready, and serve with it; nothing is left of one that fails."""
-        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         self.engines.append(new)
         try:
             self._check_closing()
-            new.start()
+            new.start(asyncio.get_running_loop())
             await asyncio.wrap_future(new.loaded)
             self._check_closing()
         except BaseException as error:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cllm import __version__
-from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import Usage
 
 
@@ -57,7 +57,7 @@ def make_timings(
     )
 
 
-def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
+def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
     """The times of a stream so far; of one that has ended, with its `usage`."""
     now = stream.ended or time.perf_counter()
     first = stream.first_token or now

@@ -1,4 +1,4 @@
-"""Supervisor of a worker process: start, silence limit, exit reason, back-off, and blame for a crash.
+"""Supervisor of a worker process: start, silence limit, exit reason, back-off; blame and resumption.
 
 The engine and the tokenizer are run by the same code (invariant: survives native death).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import msgspec
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied, EngineNotReady
 from cllm.messages import Died, Heartbeat
+from cllm.types import Request, RequestOutput, Usage
 from cllm.workers.channel import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Backoff:
 
     MAX_IN_A_ROW = 5
     MAX_DELAY_S = 60.0
-    STABLE_S = 60.0  # a run that was ready for so long is progress
+    STABLE_S = 60.0  # a run that was ready for longer is progress
 
     def __init__(self) -> None:
         self.count = 0  # restarts since the last progress
@@ -181,7 +183,7 @@ class Backoff:
 
     @property
     def exhausted(self) -> bool:
-        """So many in a row that it is not expected to come back soon."""
+        """Too many in a row: it is not expected to come back soon."""
         return self.count > self.MAX_IN_A_ROW
 
     def ready(self) -> None:
@@ -203,7 +205,7 @@ class Backoff:
 
 
 class Attempt:
-    """Work given to a worker process, and how often the process crashed while it had it.
+    """Work given to a worker process, and the number of crashes of the process while it had it.
 
     Any of the work that was there may be the cause. All of it is retried together `retries_together` times,
     then each alone. What crashes the process alone is rejected.
@@ -223,3 +225,65 @@ class Attempt:
     def clear(self) -> None:
         """It was not the cause of the crashes so far."""
         self.crashes, self.alone = 0, False
+
+
+class ResumableRequest(Attempt):
+    """A request, its answer so far, and its usage over all engines that have computed it.
+
+    A request that crashed an engine before is cleared of that by `CLEARING_TOKENS` more of its answer: what
+    kills each time it is computed gets no further.
+    """
+
+    CLEARING_TOKENS = 16
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.cancelled = False
+        self.generated = 0  # tokens of the answer so far
+        self._answer = array("i")  # the tokens generated, without those that it came with
+        self.resumed = False
+        self._resumed_at = 0  # number of them that came from engines that died
+        self._clearing_tokens = self.CLEARING_TOKENS
+        self._usage: Usage | None = None  # as far as it is known
+        self._earlier: Usage | None = None  # the same, when the last engine died
+
+    @property
+    def submission(self) -> Request:
+        """The request as an engine is to have it: with what was generated before."""
+        if not self._answer:
+            return self.request
+        prefix = (*self.request.generated_prefix, *self._answer)
+        return msgspec.structs.replace(self.request, generated_prefix=prefix)
+
+    def add_tokens(self, output: RequestOutput) -> None:
+        """Add the tokens of an output to the answer."""
+        self._answer.extend(output.tokens)
+        self.generated = len(self._answer)
+        if output.usage_so_far is not None:
+            self._usage = self.whole_usage(output.usage_so_far)
+
+    def clear_by_progress(self) -> bool:
+        """Clear it of earlier crashes, if it has come far enough since the last of them."""
+        if self.generated < self._resumed_at + self._clearing_tokens:
+            return False
+        self._clearing_tokens *= 2  # one that kills now and then is found out all the same
+        self.clear()
+        return True
+
+    def resume(self) -> None:
+        """Its engine is gone: the next one goes on from here."""
+        self.resumed = True
+        self._resumed_at = self.generated
+        self._earlier = self._usage
+
+    def whole_usage(self, usage: Usage) -> Usage:
+        """The usage over all engines that have computed it. What one took from its cache counts once."""
+        if (earlier := self._earlier) is None:
+            return usage
+        return msgspec.structs.replace(
+            usage,
+            cached_tokens=earlier.cached_tokens,
+            cached_from=earlier.cached_from,
+            drafted_tokens=earlier.drafted_tokens + usage.drafted_tokens,
+            accepted_tokens=earlier.accepted_tokens + usage.accepted_tokens,
+        )

@@ -41,7 +41,7 @@ from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInp
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.workers.executor import THREADS
 
 log = logging.getLogger(__name__)
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded

@@ -29,8 +29,6 @@ LAYERS = {
     "cllm.messages": 2,
     "cllm.workers.supervisor": 2,
     "cllm.workers.executor": 2,
-    "cllm.workers.resumption": 2,
-    "cllm.workers.tokenizer_queue": 2,
     "cllm.build": 2,
     "cllm.cluster": 2,  # pure: the router, the simulation and the tests use it
     "cllm.cluster.link": 3,

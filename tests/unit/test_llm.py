@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -24,7 +24,7 @@ from cllm.errors import (
 )
 from cllm.frontend import served_model
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, Lease
+from cllm.frontend.engine_registry import EngineRegistry, ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
@@ -130,7 +130,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
-async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> Lease:
+async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> ModelLease:
     return await registry.use(registry.find(name), timeout_s)
 
 
@@ -381,8 +381,8 @@ class RegistryMachine(RuleBasedStateMachine):
         self.loader = FakeLoader()
         self.loader.on_stop = self.check_eviction
         self.registry = make_registry(self.loader)
-        self.pending: list[asyncio.Task[Lease]] = []
-        self.leases: list[Lease] = []
+        self.pending: list[asyncio.Task[ModelLease]] = []
+        self.leases: list[ModelLease] = []
         self.order: list[str] = []  # names by last use
         self.used_at: dict[str, float] = {}  # as of the last `settle`
 
@@ -401,7 +401,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         self.loop.run_until_complete(settle())
-        leases: list[Lease] = []
+        leases: list[ModelLease] = []
         for task in [task for task in self.pending if task.done()]:
             self.pending.remove(task)
             if task.cancelled():

@@ -14,14 +14,13 @@ import pytest
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest
-from cllm.frontend.engine_client import EngineClient
 from cllm.messages import Submit, Text, TokenizeTexts
 from cllm.testing import expected_text
 from cllm.types import FinishReason, Health, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
 from cllm.workers.supervisor import Backoff, Supervisor
 from tests.driver.server import wait_for
-from tests.driver.thread_engine import BlockingOutputStream
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 
 PATIENCE_S = 60
 
@@ -56,7 +55,7 @@ def request(name: str) -> Request:
 def test_an_engine_that_ends_itself_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
     """Was: after two failed steps all 40 got an error from the dying engine, and none was replayed."""
     config = EngineConfig(model=str(tmp_path / "mark"), draft_tokens=0)
-    engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
+    engine = BlockingEngine(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
         engine.loaded.result(PATIENCE_S)
@@ -78,7 +77,7 @@ def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
     monkeypatch.setattr(Backoff, "MAX_DELAY_S", 0.05)
     starts = StartFailure(monkeypatch)
     config = EngineConfig(model=str(tmp_path / "mark"), draft_tokens=0)
-    engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
+    engine = BlockingEngine(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
         engine.loaded.result(PATIENCE_S)
