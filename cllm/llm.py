@@ -43,7 +43,7 @@ from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
 from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
 from cllm.fields import describe_unknown, parse_fields, to_plain
-from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
+from cllm.frontend.async_calls import run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
@@ -326,8 +326,8 @@ class AsyncLLM:
 
     async def _read_chat(self, body: ChatBody, request: Request) -> AsyncGenerator[ChatChunk, None]:
         self._check_open()
-        with self._cancel_after(*get_choice_ids(request.id, body.n)):
-            session = await open_chat(self._engine, body.conversation(), request, body.n)
+        session = await open_chat(self._engine, body.conversation(), request, body.n)
+        with self._cancel_after(*(stream.request_id for stream in session.streams)):
             async for choice, changes, output in session.steps():
                 _raise_error(output)
                 for chunk in make_chunks(choice, changes):

@@ -83,8 +83,8 @@ def submit_all(
     seed = request.sampling.seed or 0
     try:
         for number, prompt in enumerate(prompts):
-            for index, choice_id in enumerate(get_choice_ids(request.id, count, number)):
-                sampling = request.sampling
+            for index in range(count):
+                sampling, choice_id = request.sampling, f"{request.id}-{number}-{index}"
                 if index:
                     sampling = _replace(sampling, seed=(seed + index) % SEED_SPACE)
                 choice = _replace(request, id=choice_id, prompt=prompt, sampling=sampling)
@@ -94,11 +94,6 @@ def submit_all(
             engine.cancel(stream.request_id)
         raise
     return streams
-
-
-def get_choice_ids(request_id: str, count: int, number: int = 0) -> list[str]:
-    """The ids of the choices for prompt `number`: known before they are submitted."""
-    return [f"{request_id}-{number}-{index}" for index in range(count)]
 
 
 async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

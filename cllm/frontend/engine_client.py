@@ -64,7 +64,7 @@ from cllm.types import (
     Snapshot,
     Usage,
 )
-from cllm.workers.executor import Executor, TokenizerClient, settle
+from cllm.workers.executor import Executor, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class EngineClient:
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = executor
+        self.tokenizer = executor.tokenizer
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s, tenants)
         self.tenants = self._queue.tenants  # their accounts; the engines of a server share them
@@ -166,11 +167,6 @@ class EngineClient:
         if not self.loaded.done():
             self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
         self.end_all()
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        """Tokenising, chat templates and grammar checks for this model."""
-        return self._executor.tokenizer
 
     # Requests ----------------------------------------------------------------------------------------
 

@@ -142,10 +142,14 @@ class RequestQueue:
                 state.dispatched = state.dispatched or now
                 self._engine[state.request.id] = state
                 queue.running += 1
-                self.tenants.entered(state.tenant)
+                tenant = state.tenant
+                tenant.waiting -= 1
+                tenant.running += 1
+                tenant.peak(self.tenants.period)
+                self.tenants.recent[tenant] = None
                 if not state.charged:
                     state.charged = True
-                    state.tenant.charge(state.input_tokens, now)
+                    tenant.charge(state.input_tokens, now)
                 sent.append(state)
         # Of all the rules only places that are kept depend on time: with one tenant there are none.
         lapses = self._generation.count and len(self.tenants.active) > 1

@@ -128,8 +128,8 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._forget_at = self.MAX_UNKNOWN  # number of accounts
         self.active: dict[Tenant, None] = {}
-        self._recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
-        self._period = 0
+        self.recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
+        self.period = 0
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
         self.queues = 0  # that share these accounts, one for each engine so far
@@ -165,20 +165,13 @@ class Tenants:
             self._weight += tenant.limits.weight
             self._max_weight = max(self._max_weight, tenant.limits.weight)
 
-    def entered(self, tenant: Tenant) -> None:
-        """One of its waiting requests goes to the engine."""
-        tenant.waiting -= 1
-        tenant.running += 1
-        tenant.peak(self._period)
-        self._recent[tenant] = None
-
     def advance(self, now: float) -> None:
         """Time goes on: what was kept longer than a period lapses."""
-        if (period := int(now // Tenant.HOLD_S)) == self._period:
+        if (period := int(now // Tenant.HOLD_S)) == self.period:
             return
-        self._period = period
-        self._recent = {tenant: None for tenant in self._recent if tenant.peak(period)}
-        self.active = {tenant: None for tenant in self.active if tenant.waiting or tenant in self._recent}
+        self.period = period
+        self.recent = {tenant: None for tenant in self.recent if tenant.peak(period)}
+        self.active = {tenant: None for tenant in self.active if tenant.waiting or tenant in self.recent}
         self._weigh()
 
     def _weigh(self) -> None:
@@ -188,7 +181,7 @@ class Tenants:
     @property
     def period_end(self) -> float:
         """When something may lapse next."""
-        return (self._period + 1) * Tenant.HOLD_S
+        return (self.period + 1) * Tenant.HOLD_S
 
     def kept_places(self, places: int) -> dict[Tenant, int]:
         """Of the engine's places, those kept for the next requests of tenants that used them lately.
@@ -198,9 +191,9 @@ class Tenants:
         if places * self._max_weight < self._weight:
             return {}  # the usual case with many tenants: not one has a share of a whole place
         kept = {}
-        for tenant in self._recent:
+        for tenant in self.recent:
             share = int(places * tenant.limits.weight / self._weight)
-            if (count := min(share, tenant.peak(self._period)) - tenant.running) > 0:
+            if (count := min(share, tenant.peak(self.period)) - tenant.running) > 0:
                 kept[tenant] = count
         return kept
 

@@ -63,7 +63,7 @@ class Executor(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerClient:
-        """The tokenizer of this model."""
+        """Tokenising, chat templates and grammar checks for the model."""
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""

@@ -66,6 +66,7 @@ class Supervisor:
         self._changed = threading.Condition()
         self._order: _Order | None = None
         self._process: WorkerProcess | None = None
+        self.send: Callable[..., None] = lambda *_, **__: None  # `WorkerProcess.send` of the process
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -87,7 +88,7 @@ class Supervisor:
                 except RuntimeError as error:
                     raise EngineNotReady(f"the {self._role} process cannot be started: {error}") from None
                 self._thread = thread
-            self._process = process
+            self._process, self.send = process, process.send
             self._order = _Order(process, time.monotonic() + delay_s, receive)
             self._changed.notify()
 
@@ -139,14 +140,6 @@ class Supervisor:
             process.kill("its report could not be handled")
         process.close()
         return last_words or Died(EngineDied.code, process.exit_reason(), process.exit_signal)
-
-    def send(self, frame: bytes, *, refusable: bool = False) -> None:
-        """Send a frame without waiting. A worker that has ended drops it, and `Died` follows.
-
-        Raises EngineNotReady where the frame is `refusable` and too much waits to be read by the worker.
-        """
-        if self._process is not None:
-            self._process.send(frame, refusable=refusable)
 
     def kill(self) -> None:
         """End the process now, or do not start it; `Died` follows."""
@@ -238,6 +231,7 @@ class ResumableRequest(Attempt):
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.submission = request  # as an engine is to have it: with what others have generated before
         self.cancelled = False
         self.generated = 0  # tokens of the answer so far
         self._answer = array("i")  # the tokens generated, without those that it came with
@@ -246,14 +240,6 @@ class ResumableRequest(Attempt):
         self._clearing_tokens = self.CLEARING_TOKENS
         self._usage: Usage | None = None  # as far as it is known
         self._earlier: Usage | None = None  # the same, when the last engine died
-
-    @property
-    def submission(self) -> Request:
-        """The request as an engine is to have it: with what was generated before."""
-        if not self._answer:
-            return self.request
-        prefix = (*self.request.generated_prefix, *self._answer)
-        return msgspec.structs.replace(self.request, generated_prefix=prefix)
 
     def add_tokens(self, output: RequestOutput) -> None:
         """Add the tokens of an output to the answer."""
@@ -275,6 +261,8 @@ class ResumableRequest(Attempt):
         self.resumed = True
         self._resumed_at = self.generated
         self._earlier = self._usage
+        prefix = (*self.request.generated_prefix, *self._answer)
+        self.submission = msgspec.structs.replace(self.request, generated_prefix=prefix)
 
     def whole_usage(self, usage: Usage) -> Usage:
         """The usage over all engines that have computed it. What one took from its cache counts once."""

@@ -33,11 +33,10 @@ Kind = TypeVar("Kind", LLM, AsyncLLM)
 class ThreadExecutor:
     """`Executor` in a thread. The tokenizer runs in that of its caller."""
 
-    tokenizer: ThreadTokenizer  # once the engine is ready
-
     def __init__(self, make_runner: MakeRunner, config: EngineConfig | None = None) -> None:
         self._make_runner = make_runner
         self._config = config or EngineConfig()
+        self.tokenizer = ThreadTokenizer()
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -49,9 +48,7 @@ class ThreadExecutor:
     def _run(self, receive: Receive) -> None:
         try:
             with closing(self._make_runner(self._config)) as runner:
-                self.tokenizer = ThreadTokenizer(
-                    TokenizerWorker(runner.vocabulary, runner.info.chat_template)
-                )
+                self.tokenizer.worker = TokenizerWorker(runner.vocabulary, runner.info.chat_template)
                 self._core = core = EngineCore(runner, self._config, receive)
                 if self._stopping:
                     core.post(Stop())
@@ -77,13 +74,12 @@ class ThreadExecutor:
 class ThreadTokenizer:
     """`TokenizerClient` whose answer is there at once."""
 
-    def __init__(self, worker: TokenizerWorker) -> None:
-        self._worker = worker
+    worker: TokenizerWorker  # once the engine is ready
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         encode(TokenizerCall(0, task))  # refuses what no message can carry
         future: Future[TokenizerAnswer] = Future()
-        settle(future, self._worker.perform(task))
+        settle(future, self.worker.perform(task))
         return future
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:

@@ -29,9 +29,9 @@ from cllm.frontend.tenants import Tenant
 from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
-from cllm.workers.executor import Receive, TokenizerClient
+from cllm.workers.executor import Receive
 from cllm.workers.supervisor import Backoff
-from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor, ThreadTokenizer
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
@@ -40,6 +40,8 @@ def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request
 
 class ScriptedExecutor:
     """An executor whose engine does what the test says."""
+
+    tokenizer = ThreadTokenizer()
 
     def __init__(self) -> None:
         runner = FakeRunner(sequences=2)
@@ -51,10 +53,6 @@ class ScriptedExecutor:
         self.unsendable: dict[str, Exception] = {}  # by request id
         self.stopped = False
         self.receive: Receive | None = None
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.starts += 1

@@ -31,7 +31,8 @@ from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
 from cllm.types import Health, Request
-from cllm.workers.executor import Receive, TokenizerClient
+from cllm.workers.executor import Receive
+from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 
 SIZES = {"ant": 40, "bee": 50, "cat": 30, "dog": 30, "elk": 120}  # the last one never fits
@@ -42,15 +43,13 @@ Result = TypeVar("Result")
 class InstantExecutor:
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
+    tokenizer = ThreadTokenizer()
+
     def __init__(self, failure: str, stopped: Callable[[], None]) -> None:
         runner = FakeRunner(sequences=2)
         self._report = Died("engine_died", failure) if failure else Ready(runner.info, runner.limits)
         self._stopped = stopped
         self.running = False
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.running = True

@@ -15,9 +15,9 @@ from cllm.messages import Command, Died, Report, StepReport, Submit
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.executor import Receive, TokenizerClient
+from cllm.workers.executor import Receive
 from tests.driver.engine import Answer, StepDriver
-from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadTokenizer
 from tests.profiles import examples
 
 SETTINGS: dict[str, Any] = {"cells": 70, "unified": True, "sequences": 3}  # so few that some are preempted
@@ -61,14 +61,12 @@ def make_request(name: str, kind: int, prompt: int) -> Request:
 class SteppedExecutor:
     """An executor whose engine computes a step when the test says so, and dies when it says so."""
 
+    tokenizer = ThreadTokenizer()
+
     def __init__(self) -> None:
         self.driver: StepDriver | None = None
         self.receive: Receive | None = None
         self.mute = False  # what is computed is lost
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.driver = make_driver()
