@@ -5,7 +5,7 @@ They travel as MessagePack through a socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -172,9 +172,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     signal: int = 0  # the one that ended the process
 
 
-Report = (
-    StepReport | Inspection | CacheDone | LoadProgress | Ready | Unready | ClusterReport | Heartbeat | Died
-)
+Report = StepReport | Inspection | CacheDone | LoadProgress | Ready | Unready | ClusterReport | Died
 
 # To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
 # refused anyway need not cross to the parent.
@@ -243,21 +241,19 @@ def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
                         snippets = [snippet.text for snippet in each.snippets or ()]
                         parts = [each.prompt, each.suffix, *snippets, each.prefix]
                 check_length(vocabulary, [part for part in parts if isinstance(part, str)], max_tokens)
-        case TokenizeTexts(texts, max_tokens, field):
-            _check_inputs(vocabulary, ((text,) for text in texts), max_tokens, field)
-        case TokenizePairs(query, documents, max_tokens):
-            pairs = ((query, document) for document in documents)
-            _check_inputs(vocabulary, pairs, max_tokens, "documents")
-
-
-def _check_inputs(vocabulary: HasBound, inputs: Iterable[Sequence[str]], max_tokens: int, field: str) -> None:
-    for index, texts in enumerate(inputs):
-        try:
-            check_length(vocabulary, texts, max_tokens)
-        except ContextLengthExceeded as error:
-            raise ContextLengthExceeded.of_input(
-                index, error.prompt_tokens, max_tokens, field, at_least=True
-            ) from None
+        case TokenizeTexts() | TokenizePairs():
+            query, texts, field = (
+                ((task.query,), task.documents, "documents")
+                if isinstance(task, TokenizePairs)
+                else ((), task.texts, task.field)
+            )
+            for index, text in enumerate(texts):
+                try:
+                    check_length(vocabulary, (*query, text), task.max_tokens)
+                except ContextLengthExceeded as error:
+                    raise ContextLengthExceeded.of_input(
+                        index, error.prompt_tokens, task.max_tokens, field, at_least=True
+                    ) from None
 
 
 # From the tokenizer ---------------------------------------------------------------------------------

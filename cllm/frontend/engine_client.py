@@ -235,14 +235,10 @@ class EngineClient:
             future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
         return future
 
-    def _answer(self, call_id: int, answer: object) -> None:
-        """Settle a call, unless that has been done; a CllmError is raised there."""
-        if (future := self._calls.pop(call_id, None)) is not None:
-            settle(future, answer)
-
     def _fail_calls(self, error: CllmError) -> None:
-        for call_id in tuple(self._calls):
-            self._answer(call_id, error)
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            settle(future, error)
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
@@ -335,10 +331,9 @@ class EngineClient:
 
     def _change_state(self, report: Report) -> None:
         match report:
-            case Inspection(call_id, snapshot):
-                self._answer(call_id, snapshot)
-            case CacheDone(call_id, failure=failure):
-                self._answer(call_id, failure or report)
+            case Inspection(call_id) | CacheDone(call_id) if call_id in self._calls:
+                answer = report.snapshot if isinstance(report, Inspection) else report.failure or report
+                settle(self._calls.pop(call_id), answer)
             case LoadProgress(fraction):
                 if self._on_loading is not None:
                     self._on_loading(fraction)

@@ -7,6 +7,8 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,6 +22,7 @@ from cllm.messages import ClusterReport, StepStats
 from cllm.types import Limits, RequestOutput
 
 log = logging.getLogger(__name__)
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 # Fields of StepStats: (field, metric, help).
 _STEP_COUNTERS = (
@@ -74,18 +77,13 @@ class EngineMetrics:
         self.request_log = RequestLog()
         self.tenants = Tenants()  # those of the queue
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            made = self._by_name[name] = Counter(f"cllm_{name}", text, labels, registry=self.registry)
-            return made
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            made = self._by_name[name] = Gauge(f"cllm_{name}", text, labels, registry=self.registry)
-            return made
-
-        def histogram(name: str, text: str) -> Histogram:
-            made = Histogram(f"cllm_{name}", text, buckets=_SECONDS, registry=self.registry)
+        def make(kind: type[Kind], name: str, text: str, *labels: str, **options: Any) -> Kind:
+            made = kind(f"cllm_{name}", text, labels, registry=self.registry, **options)
             self._by_name[name] = made
             return made
+
+        counter, gauge = partial(make, Counter), partial(make, Gauge)
+        histogram = partial(make, Histogram, buckets=_SECONDS)
 
         self.accepted = counter("requests_accepted", "Requests accepted into the queue")
         self.finished = counter("requests_finished", "Requests ended, by outcome", "outcome")
@@ -222,34 +220,24 @@ class EngineMetrics:
 
 def render_models(models: Mapping[str, EngineMetrics]) -> bytes:
     """The exposition format of several models: every metric once, its samples by `model`."""
-    registry = CollectorRegistry()
-    registry.register(ModelsCollector({name: metrics.registry for name, metrics in models.items()}))
-    return generate_latest(registry)
+    families: dict[str, Metric] = {}
+    for model, metrics in models.items():
+        for family in metrics.registry.collect():
+            shown = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
+    return generate_latest(CollectedMetrics(families.values()))
 
 
-class ModelsCollector(Collector):
-    """The metrics of several registries, each sample with the label `model`."""
-
-    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
-        self._registries = registries
+class CollectedMetrics(tuple[Metric, ...], Collector):
+    """Metrics as they were collected."""
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for model, registry in self._registries.items():
-            for family in registry.collect():
-                shown = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
-        return families.values()
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # else it would be collected when it is registered, and lose speeds since the last scrape
+        return self
 
 
 class TenantMetrics(Collector):
-    """What each tenant has had, and what it has here now: read when metrics are scraped."""
+    """Tokens and requests of each tenant, read when metrics are scraped."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics

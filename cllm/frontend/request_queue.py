@@ -89,7 +89,7 @@ class RequestQueue:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """How many requests wait, and how many prompt tokens."""
+        """Number of requests and of prompt tokens that wait."""
         generation, embedding = self._generation, self._embedding
         return generation.count + embedding.count, generation.tokens + embedding.tokens
 
@@ -406,7 +406,7 @@ class FairQueue:
             each.drop_line(state.tenant)
 
     def position(self, state: RequestState) -> int:
-        """How many go before the newest of its tenant's requests, and itself, if no others come.
+        """Number of requests up to the newest of its tenant's, itself included, if no others come.
 
         Between tenants it is an estimate by weight, with many of them from a sample.
         """

@@ -180,7 +180,7 @@ class Tenants:
 
     @property
     def period_end(self) -> float:
-        """When something may lapse next."""
+        """Next time at which something may lapse."""
         return (self.period + 1) * Tenant.HOLD_S
 
     def kept_places(self, places: int) -> dict[Tenant, int]:

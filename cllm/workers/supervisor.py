@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,14 +23,6 @@ from cllm.workers.channel import WorkerProcess
 log = logging.getLogger(__name__)
 WORKER_MODULE = "cllm.workers.engine_worker"
 START_FAILED = EngineNotReady.code  # of a `Died`: no process was started, so none of its work is the cause
-
-
-class _Order(NamedTuple):
-    """A process to be started, when (monotonic), and where its reports go."""
-
-    process: WorkerProcess
-    due: float
-    receive: Callable[[Any], None]
 
 
 class Supervisor:
@@ -54,7 +46,7 @@ class Supervisor:
         log_level: str = "info",
         module: str = WORKER_MODULE,
     ) -> None:
-        """`reports` is the type of what the worker sends, besides `Heartbeat` and `Died`.
+        """`reports` is the type of what the worker sends, in addition to `Heartbeat` and `Died`.
 
         `beat` is called at each heartbeat, about once a second.
         """
@@ -64,7 +56,8 @@ class Supervisor:
         self._config = msgspec.msgpack.encode(config)
         self._decoder = msgspec.msgpack.Decoder(reports | Heartbeat | Died)
         self._changed = threading.Condition()
-        self._order: _Order | None = None
+        self._due: float | None = None  # when the process is to be started (monotonic)
+        self._receive: Callable[[Any], None]  # gets its reports
         self._process: WorkerProcess | None = None
         self.send: Callable[..., None] = lambda *_, **__: None  # `WorkerProcess.send` of the process
         self._thread: threading.Thread | None = None
@@ -89,26 +82,26 @@ class Supervisor:
                     raise EngineNotReady(f"the {self._role} process cannot be started: {error}") from None
                 self._thread = thread
             self._process, self.send = process, process.send
-            self._order = _Order(process, time.monotonic() + delay_s, receive)
+            self._due, self._receive = time.monotonic() + delay_s, receive
             self._changed.notify()
 
     def _run(self) -> None:
-        while (order := self._next_order()) is not None:
-            died = self._supervise(order.process, order.receive)
+        while (process := self._next_process()) is not None:
+            receive = self._receive
+            died = self._supervise(process, receive)
             try:
-                order.receive(died)
+                receive(died)
             except Exception:
                 log.exception("the end of the %s process could not be handled", self._role)
 
-    def _next_order(self) -> _Order | None:
+    def _next_process(self) -> WorkerProcess | None:
         """Wait until a process is to be started; None when closed."""
         with self._changed:
             while not self._closed:
-                order = self._order
-                left_s = order.due - time.monotonic() if order is not None else None
-                if order is not None and (order.process.killed or order.due <= time.monotonic()):
-                    self._order = None
-                    return order
+                left_s = self._due - time.monotonic() if self._due is not None else None
+                if left_s is not None and self._process is not None and (self._process.killed or left_s <= 0):
+                    self._due = None
+                    return self._process
                 self._changed.wait(left_s)
         return None
 
