@@ -158,6 +158,8 @@ def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, lo
     check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
     seed = secrets.randbelow(SEED_SPACE) if sampling.seed is None else sampling.seed % SEED_SPACE
     assert isinstance(body, ChatBody | CompletionBody)
+    if body.max_tokens is None or body.max_tokens < 1:  # over HTTP that is no limit, or a prompt to score
+        raise InvalidRequest("max_tokens: expected `int` >= 1", "max_tokens")
     return build_request(
         engine,
         body,

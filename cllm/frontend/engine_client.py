@@ -126,9 +126,9 @@ class EngineClient:
 
     def _deliver(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call on the event loop, from any thread. One that is closed has no readers left."""
-        with contextlib.suppress(RuntimeError):
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(call, *arguments)
+        if (loop := self._loop) is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(call, *arguments)
 
     def use_metrics(self, metrics: EngineMetrics) -> None:
         """Go on with the metrics of the model's last engine: clients see one set across both."""
@@ -155,9 +155,11 @@ class EngineClient:
         From any thread; idempotent.
         """
         self.health = Health.STOPPED
-        if self._loop is None:
+        if not wake:
+            self._loop = None  # it stays asleep: at exit, its thread must not run any more
+        elif self._loop is None:
             self._close()
-        elif wake:
+        else:
             self._deliver(self._close)
         self._executor.stop()
 

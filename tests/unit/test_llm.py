@@ -439,7 +439,7 @@ def test_without_a_seed_each_prompt_draws_its_own() -> None:
             {"sampling": SamplingParams(logit_bias=((300, 1.0),))},
             "logit_bias: 300 is not a token id (0 to 257)",
         ),
-        ({"max_tokens": -2}, "max_tokens: expected"),
+        *(({"max_tokens": each}, "max_tokens: expected `int` >= 1") for each in (0, -1, None)),
         ({"max_tokens": 1.5}, "max_tokens: expected `int | null`, got `float`"),
         ({"stop": [""]}, "stop[0]: expected `str` of length >= 1"),
         ({"stop": 5}, "stop: expected `str | array | null`, got `int`"),
