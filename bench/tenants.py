@@ -48,8 +48,7 @@ class Share:
 async def measure(config: EngineConfig, clients: dict[str, int], seconds: float) -> list[Share]:
     """Each tenant's clients ask, and ask again when they are answered, for so long."""
     engine = EngineClient(ProcessExecutor(config, log_level="warning"))
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
         assert engine.info is not None

@@ -42,8 +42,8 @@ from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
 from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
-from cllm.fields import describe_unknown, parse_fields
-from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
+from cllm.fields import describe_unknown, parse_fields, to_plain
+from cllm.frontend.async_calls import run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
@@ -159,6 +159,8 @@ def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, lo
     check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
     seed = secrets.randbelow(SEED_SPACE) if sampling.seed is None else sampling.seed % SEED_SPACE
     assert isinstance(body, ChatBody | CompletionBody)
+    if body.max_tokens is None or body.max_tokens < 1:  # over HTTP that is no limit, or a prompt to score
+        raise InvalidRequest("max_tokens: expected `int` >= 1", "max_tokens")
     return build_request(
         engine,
         body,
@@ -229,10 +231,9 @@ class AsyncLLM:
             state = "closed" if self._closed else "open already"
             raise RuntimeError(f"this model is {state}: each can be opened once; make another")
         self._loop, self._process = asyncio.get_running_loop(), os.getpid()
-        self._engine.deliver = self._deliver
         atexit.register(self._stop_at_exit)
         try:
-            self._engine.start()
+            self._engine.start(self._loop)
             await asyncio.wrap_future(self._engine.loaded)
         except BaseException:
             await self.close()
@@ -247,22 +248,16 @@ class AsyncLLM:
         self._closed = True
         await asyncio.to_thread(self._stop)
 
-    def _deliver(self, call: Callable[..., object], *arguments: Any) -> None:
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nothing reads any more
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _stop(self) -> None:
+    def _stop(self, *, wake: bool = True) -> None:
         """End the workers, and wait for that."""
         self._closed = True
         if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
-            self._engine.stop()
+            self._engine.stop(wake=wake)
             atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
-        self._engine.deliver = lambda *_: None
-        self._stop()
+        self._stop(wake=False)
 
     def _check_open(self) -> ModelInfo:
         """The loaded model. Raises an error that says why it cannot be used here and now."""
@@ -313,7 +308,7 @@ class AsyncLLM:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
         self._check_open()
         _check_names("chat", options, ChatOptions.__annotations__)
-        given = {"max_tokens": DEFAULT_MAX_TOKENS, **options, "messages": [dict(each) for each in messages]}
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": [*map(dict, messages)]}
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
         body = ChatBody.parse(given)
@@ -324,7 +319,7 @@ class AsyncLLM:
     def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
         self._check_open()
         _check_names(call, options, GenerateOptions.__annotations__)
-        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **options, "prompt": ""})
+        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""})
         return _make_request(self._engine, body, sampling)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
@@ -334,8 +329,8 @@ class AsyncLLM:
 
     async def _read_chat(self, body: ChatBody, request: Request) -> AsyncGenerator[ChatChunk, None]:
         self._check_open()
-        with self._cancel_after(*get_choice_ids(request.id, body.n)):
-            session = await open_chat(self._engine, body.conversation(), request, body.n)
+        session = await open_chat(self._engine, body.conversation(), request, body.n)
+        with self._cancel_after(*(stream.request_id for stream in session.streams)):
             async for choice, changes, output in session.steps():
                 _raise_error(output)
                 for chunk in make_chunks(choice, changes):

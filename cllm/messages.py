@@ -5,7 +5,7 @@ They travel as MessagePack through a socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -124,8 +124,8 @@ class CacheDone(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
-    progress: float  # 0 to 1
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    fraction: float  # 0 to 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -154,7 +154,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, tag=True):
-    """The replicas of a cluster, and how many requests were moved between them since the start."""
+    """The replicas of a cluster, and the number of requests moved between them since the start."""
 
     replicas: tuple[ReplicaStatus, ...]
     moved: int = 0
@@ -172,7 +172,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     signal: int = 0  # the one that ended the process
 
 
-Report = StepReport | Inspection | CacheDone | Loading | Ready | Unready | ClusterReport | Heartbeat | Died
+Report = StepReport | Inspection | CacheDone | LoadProgress | Ready | Unready | ClusterReport | Died
 
 # To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
 # refused anyway need not cross to the parent.
@@ -232,37 +232,28 @@ def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
     match task:
         case Prepare(inputs, max_tokens):
             for each in inputs:
-                check_length(vocabulary, _list_texts(each), max_tokens)
-        case TokenizeTexts(texts, max_tokens, field):
-            _check_inputs(vocabulary, ((text,) for text in texts), max_tokens, field)
-        case TokenizePairs(query, documents, max_tokens):
-            pairs = ((query, document) for document in documents)
-            _check_inputs(vocabulary, pairs, max_tokens, "documents")
-
-
-def _list_texts(prompt: PromptInput) -> list[str]:
-    """The texts whose length bounds that of the prompt."""
-    match prompt:
-        case RawText(pieces):
-            return [piece for piece in pieces if isinstance(piece, str)]
-        case Gap(cut_to=0):
-            around = [prompt.prefix] if isinstance(prompt.prefix, str) else []
-            snippets = [snippet.text for snippet in prompt.snippets or ()]
-            return [prompt.prompt, prompt.suffix, *snippets, *around]
-        case Gap():
-            return [prompt.prompt]
-        case _:
-            return []
-
-
-def _check_inputs(vocabulary: HasBound, inputs: Iterable[Sequence[str]], max_tokens: int, field: str) -> None:
-    for index, texts in enumerate(inputs):
-        try:
-            check_length(vocabulary, texts, max_tokens)
-        except ContextLengthExceeded as error:
-            raise ContextLengthExceeded.of_input(
-                index, error.prompt_tokens, max_tokens, field, at_least=True
-            ) from None
+                parts: Iterable[object] = ()
+                if isinstance(each, RawText):
+                    parts = each.pieces
+                elif isinstance(each, Gap):
+                    parts = [each.prompt]
+                    if not each.cut_to:
+                        snippets = [snippet.text for snippet in each.snippets or ()]
+                        parts = [each.prompt, each.suffix, *snippets, each.prefix]
+                check_length(vocabulary, [part for part in parts if isinstance(part, str)], max_tokens)
+        case TokenizeTexts() | TokenizePairs():
+            query, texts, field = (
+                ((task.query,), task.documents, "documents")
+                if isinstance(task, TokenizePairs)
+                else ((), task.texts, task.field)
+            )
+            for index, text in enumerate(texts):
+                try:
+                    check_length(vocabulary, (*query, text), task.max_tokens)
+                except ContextLengthExceeded as error:
+                    raise ContextLengthExceeded.of_input(
+                        index, error.prompt_tokens, task.max_tokens, field, at_least=True
+                    ) from None
 
 
 # From the tokenizer ---------------------------------------------------------------------------------

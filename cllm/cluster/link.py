@@ -98,7 +98,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = self._loop.time()
-        self._buffer.add(data)
+        self._buffer += data
         try:
             while (frame := self._buffer.take()) is not None:
                 if self.open:

@@ -40,7 +40,7 @@ from cllm.messages import (
     UseSlot,
 )
 from cllm.types import Failure, FinishReason, Request, RequestOutput
-from cllm.workers.resumption import ResumableRequest
+from cllm.workers.supervisor import ResumableRequest
 
 log = logging.getLogger(__name__)
 _replace = msgspec.structs.replace

@@ -33,7 +33,7 @@ from cllm.messages import (
     Heartbeat,
     Inspect,
     Inspection,
-    Loading,
+    LoadProgress,
     Ready,
     Report,
     StepReport,
@@ -345,7 +345,7 @@ class ReplicaServer:
                 self._send_load(all_blocks=True)
             case Died():
                 self._restart(report)
-            case Loading():
+            case LoadProgress():
                 pass
 
     def _pass_on(self, report: StepReport) -> None:

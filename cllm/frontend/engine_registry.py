@@ -36,7 +36,7 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestState
 from cllm.frontend.served_model import Memory, ModelStatus, Phase, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.models.resolve import match_name
@@ -49,7 +49,7 @@ LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
 
 
-class Lease:
+class ModelLease:
     """Keeps a model loaded while an HTTP request needs its engine."""
 
     def __init__(self, model: ServedModel, released: asyncio.Event) -> None:
@@ -84,7 +84,7 @@ class EngineRegistry:
         queue_size: int = 1024,
         max_wait_s: float = 0.0,
     ) -> None:
-        """`limit`: bytes by device that the loaded models may take together; a device without one has none.
+        """Serve models whose engines together take at most `limit` bytes, by device; others have no limit.
 
         At most `queue_size` requests wait for models, each at most `max_wait_s` (0: `MAX_WAIT_S`).
         """
@@ -187,7 +187,7 @@ class EngineRegistry:
 
     # Using a model -----------------------------------------------------------------------------------
 
-    async def use(self, model: ServedModel, timeout_s: float | None = None) -> Lease:
+    async def use(self, model: ServedModel, timeout_s: float | None = None) -> ModelLease:
         """Load the model if need be, and keep it loaded until the lease is released.
 
         Raises ModelDoesNotFit, EngineNotReady (it could not be loaded), QueueFull, DeadlineExceeded.
@@ -198,7 +198,7 @@ class EngineRegistry:
         else:
             await self._wait_loaded(model, timeout_s)
         log.debug("model %s is used, %d users", model.name, model.users)
-        return Lease(model, self._changed)
+        return ModelLease(model, self._changed)
 
     async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
         """Wait for a load; the caller is a user of the model then."""
@@ -280,16 +280,13 @@ class EngineRegistry:
         return sorted(found, key=lambda each: (not each.quiet, each.used_at))
 
     def _rooms(self, model: ServedModel) -> list[Memory]:
-        """What the limit leaves for a model: beside all that are loaded, then with more and more unloaded."""
+        """Memory left for a model: beside all that are loaded, then with more and more of them unloaded."""
         used = _add(each.memory for each in self.served if each is not model)
-        rooms = [self._left(used)]
-        for other in self._others(model):
-            used.subtract(other.memory)
-            rooms.append(self._left(used))
+        rooms: list[Memory] = []
+        for other in [None, *self._others(model)]:
+            used.subtract(other.memory if other is not None else {})
+            rooms.append({device: max(0, size - used[device]) for device, size in self.limit.items()})
         return rooms if self.limit else []
-
-    def _left(self, used: Mapping[str, int]) -> Memory:
-        return {device: max(0, size - used.get(device, 0)) for device, size in self.limit.items()}
 
     def _in_the_way(self, model: ServedModel, needed: Memory) -> list[ServedModel]:
         """The models that must be unloaded before this one fits. Raises ModelDoesNotFit."""
@@ -315,7 +312,7 @@ class EngineRegistry:
         """Unload others until this one fits; False when no request waits for it any more.
 
         Where only busy models stand in the way, they take no more requests until they are unloaded: else
-        requests for this one could wait for ever. Those that come in for them wait for their own turn.
+        requests for this one could wait without end. Those that come in for them wait for their own turn.
         """
         try:
             while chosen := self._in_the_way(model, needed):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,7 +19,7 @@ from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestState
 from cllm.models.files import parse_file_type
 from cllm.types import Health, Limits, ModelInfo
 
@@ -35,6 +35,13 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"  # the last load failed, or its engine has crashed too often
+
+
+_STATES = {
+    Health.LOADING: ModelState.LOADING,
+    Health.FAILED: ModelState.FAILED,
+    Health.SLEEPING: ModelState.UNLOADED,
+}
 
 
 class Phase(Enum):
@@ -109,7 +116,7 @@ class Loader(Protocol):
         """
 
     def is_current(self, prepared: PreparedModel) -> bool:
-        """Whether the files are still those that were prepared."""
+        """Return False when a file has changed since it was prepared."""
 
     def make(self, prepared: PreparedModel) -> EngineClient:
         """An engine, not started."""
@@ -155,8 +162,8 @@ class ServedModel:
 
     @property
     def loaded(self) -> bool:
-        """Whether its engine has processes and has been ready."""
-        return self.engine is not None and self.engine in self.engines
+        """Its engine has processes and has been ready."""
+        return self.engine in self.engines
 
     def move_to(self, phase: Phase) -> None:
         """Change the phase, unless the server shuts down. Asserts that the transition exists."""
@@ -166,8 +173,9 @@ class ServedModel:
 
     @property
     def open(self) -> bool:
-        """Whether a request can be taken now."""
-        return self.loaded and self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
+        """A request can be taken now."""
+        taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
+        return taking and self.engine in self.engines
 
     @property
     def can_load(self) -> bool:
@@ -175,12 +183,12 @@ class ServedModel:
 
     @property
     def quiet(self) -> bool:
-        """Whether no request has its engine."""
+        """No request has its engine."""
         return not (self.users or self.phase is Phase.RELOADING or self.requests)
 
     @property
     def idle(self) -> bool:
-        """Whether no request has its engine or waits for it."""
+        """No request has its engine or waits for it."""
         return self.quiet and not self.waiters
 
     @property
@@ -220,14 +228,7 @@ class ServedModel:
 
     @property
     def state(self) -> ModelState:
-        match self.health:
-            case Health.LOADING:
-                return ModelState.LOADING
-            case Health.FAILED:
-                return ModelState.FAILED
-            case Health.SLEEPING:
-                return ModelState.UNLOADED
-        return ModelState.READY
+        return _STATES.get(self.health, ModelState.READY)
 
     def describe(self, *, default: bool) -> ModelStatus:
         info, limits = self.info, self.limits
@@ -264,8 +265,7 @@ class ServedModel:
     async def start(self) -> None:
         """Start the engine that it was made with. Raises the error that keeps it from loading."""
         assert self.engine is not None
-        self.engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        self.engine.start()
+        self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
         self.touch()
 
@@ -273,10 +273,12 @@ class ServedModel:
         """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
         assert self._loader is not None
         if self.prepared is None or not self._loader.is_current(self.prepared):
-            serving = self.prepared.config if self.prepared is not None else None
-            prepare = self._loader.prepare
-            self.prepared = await asyncio.to_thread(prepare, self.config, serving=serving, rooms=rooms)
+            self.prepared = await self._prepare(self._loader, rooms=rooms)
         return self.prepared
+
+    async def _prepare(self, loader: Loader, **options: Any) -> PreparedModel:
+        serving = self.prepared.config if self.prepared is not None else None
+        return await asyncio.to_thread(loader.prepare, self.config, serving=serving, **options)
 
     async def load(self, prepared: PreparedModel) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
@@ -309,19 +311,19 @@ class ServedModel:
         if self.can_load and not isinstance(error, ModelDoesNotFit | ShuttingDown):  # known at once
             self._failures += 1
             self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** min(self._failures - 1, 8))
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+        for waiter in self._take_waiters():
+            waiter.set_exception(error)
 
     def admit(self) -> None:
         """It is loaded: requests that wait for it are its users from here on."""
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                self.users += 1
-                waiter.set_result(None)
+        for waiter in self._take_waiters():
+            self.users += 1
+            waiter.set_result(None)
         self.touch()
+
+    def _take_waiters(self) -> list[asyncio.Future[None]]:
+        waiters, self.waiters = self.waiters, []
+        return [waiter for waiter in waiters if not waiter.done()]
 
     async def unload(self) -> None:
         """End its engine; what that has cached goes to disk first. Returns when its memory is free."""
@@ -350,9 +352,7 @@ class ServedModel:
         before = self.phase
         self.move_to(Phase.RELOADING)
         try:
-            serving = self.prepared.config if self.prepared is not None else None
-            prepare = self._loader.prepare
-            prepared = await asyncio.to_thread(prepare, self.config, serving=serving, file=file)
+            prepared = await self._prepare(self._loader, file=file)
             old = self.engine
             new = await self._take_over(self._loader.make(prepared))
         except BaseException:
@@ -369,11 +369,10 @@ class ServedModel:
 
     async def _take_over(self, new: EngineClient) -> EngineClient:
         """Start an engine, wait until it is ready, and serve with it; nothing is left of one that fails."""
-        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         self.engines.append(new)
         try:
             self._check_closing()
-            new.start()
+            new.start(asyncio.get_running_loop())
             await asyncio.wrap_future(new.loaded)
             self._check_closing()
         except BaseException as error:
@@ -404,15 +403,10 @@ class ServedModel:
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
         self.phase = Phase.CLOSING
-        self.fail_waiters()
+        for waiter in self._take_waiters():
+            waiter.set_exception(ShuttingDown("the server is shutting down"))
         for engine in tuple(self.engines):
             engine.drain()
-
-    def fail_waiters(self) -> None:
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_exception(ShuttingDown("the server is shutting down"))
-        self.waiters = []
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""

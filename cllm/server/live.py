@@ -16,8 +16,7 @@ import msgspec
 from cllm.errors import CllmError, ShuttingDown, TooManyListeners
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.history import COLUMNS, History, read_totals
-from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_log import RequestLog
+from cllm.frontend.metrics import EngineMetrics, RequestLog
 from cllm.server.dialect import encode, encode_named
 from cllm.types import Health, SlotInfo, Snapshot
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.errors import ClientGone
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import Lease
+from cllm.frontend.engine_registry import ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.dialect import COMMENT, EVENTS, respond
 from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
@@ -157,9 +157,9 @@ class ModelLeases:
         self._state: dict[str, Any] = scope["state"]
         self._receive = receive
         self._send = send
-        self._leases: list[Lease] = []
+        self._leases: list[ModelLease] = []
 
-    async def wait(self, loading: Coroutine[Any, Any, Lease], *, stream: bool) -> Lease:
+    async def wait(self, loading: Coroutine[Any, Any, ModelLease], *, stream: bool) -> ModelLease:
         """Wait for a lease; a `stream` shows that it is alive. Raises ClientGone where the client leaves."""
         task = asyncio.ensure_future(loading)
         leaving = asyncio.ensure_future(wait_for_disconnect(self._receive))
@@ -181,7 +181,7 @@ class ModelLeases:
         finally:
             leaving.cancel()
 
-    def add(self, lease: Lease) -> Lease:
+    def add(self, lease: ModelLease) -> ModelLease:
         """Keep a lease to the end of the response."""
         self._leases.append(lease)
         return lease
@@ -208,7 +208,7 @@ class ModelLeases:
             await self._send(message)
 
 
-def _release(task: asyncio.Task[Lease]) -> None:
+def _release(task: asyncio.Task[ModelLease]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().release()
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cllm import __version__
-from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import Usage
 
 
@@ -50,7 +50,7 @@ def make_timings(usage: Usage, prompt_s: float, generated_s: float) -> Timings:
 EXAMPLE_TIMINGS = make_timings(Usage(prompt_tokens=4, completion_tokens=3), 0.0215, 0.0182)
 
 
-def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
+def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
     """The times of a stream so far, or of one that has ended with this `usage`."""
     now = stream.ended or time.perf_counter()
     first = stream.first_token or now

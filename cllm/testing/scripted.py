@@ -46,7 +46,7 @@ def call_tool(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
-    """What is left to say of the last script in a sequence's tokens, and whether it fails after that."""
+    """The rest of the last script in a sequence's tokens; True where it fails after that."""
     tokens = np.asarray(memory, np.uint16)
     turns = np.flatnonzero(tokens == TURN)
     plain = np.where(tokens < END_TOKEN, tokens, 0).astype(np.uint8).tobytes()

@@ -24,7 +24,7 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
-from cllm.messages import Command, Died, Heartbeat, Loading, Report, Stop
+from cllm.messages import Command, Died, Heartbeat, LoadProgress, Report, Stop
 from cllm.workers.channel import Channel, WorkerProcess
 from cllm.workers.tokenizer import serve_tokenizer
 
@@ -46,7 +46,7 @@ class EngineWorker:
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
         # It reads before there is a core: end of input ends the process while the model loads, too.
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
-        runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
+        runner = make_runner(config, lambda fraction: self._emit(LoadProgress(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         gc.collect()
         gc.freeze()  # a full collection would take as long as a step, unless it leaves out what is here now

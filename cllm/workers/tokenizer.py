@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -37,11 +37,11 @@ from cllm.messages import (
     check_task,
 )
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, RawText, infill_prompt
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintSpec, Failure, Prompt, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.workers.executor import THREADS
 
 log = logging.getLogger(__name__)
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
@@ -77,7 +77,7 @@ class TokenizerWorker:
             _ = self._constraints
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
-        """Do a task; what is wrong with it comes back as Refused, never as an exception."""
+        """Do a task; what is wrong with it comes back as a Failure, never as an exception."""
         vocabulary = self._vocabulary
         try:
             check_task(task, vocabulary)
@@ -104,27 +104,27 @@ class TokenizerWorker:
     def _prepare(
         self, given: PromptInput, max_tokens: int, constraint: ConstraintSpec | None
     ) -> PreparedPrompt:
+        vocabulary = self._vocabulary
         if isinstance(given, Chat):
             prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
         else:
             if constraint is not None:
                 self._check(constraint)
-            tokens = infill_prompt(self._vocabulary, given) if isinstance(given, Gap) else self._read(given)
+            tokens: list[int] = []
+            if isinstance(given, Gap):
+                tokens = infill_prompt(vocabulary, given)
+            else:
+                for index, piece in enumerate(given.pieces):
+                    first = given.add_special and not index  # special tokens are added at the beginning only
+                    tokens += (
+                        vocabulary.tokenize(piece, add_special=first, parse_special=given.parse_special)
+                        if isinstance(piece, str)
+                        else [piece]
+                    )
             prompt = PreparedPrompt(Prompt(tuple(tokens)), constraint=constraint)
         if max_tokens and len(prompt.prompt) > max_tokens:
             raise ContextLengthExceeded(len(prompt.prompt), max_tokens)
         return prompt
-
-    def _read(self, text: RawText) -> Iterator[int]:
-        """The tokens of a raw prompt; special tokens are added at its beginning only."""
-        for index, piece in enumerate(text.pieces):
-            if isinstance(piece, str):
-                first = text.add_special and not index
-                yield from self._vocabulary.tokenize(
-                    piece, add_special=first, parse_special=text.parse_special
-                )
-            else:
-                yield piece
 
     def _check(self, spec: ConstraintSpec) -> None:
         with self._lock:

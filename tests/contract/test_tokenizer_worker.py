@@ -13,9 +13,8 @@ from cllm.messages import Prepare, RenderChat, Text, TokenizeTexts
 from cllm.server.dialect import get_status
 from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec
-from cllm.workers import tokenizer_queue
-from cllm.workers.executor import ProcessTokenizer
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.workers import executor
+from cllm.workers.executor import THREADS, ProcessTokenizer
 from tests.unit.workers.crashing_tokenizer import LONGEST
 
 PATIENCE_S = 60
@@ -62,7 +61,7 @@ def test_an_endless_template_is_blamed_on_no_other_chat(tokenizer: ProcessTokeni
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task may take a fifth of a second in the worker."""
-    monkeypatch.setattr(tokenizer_queue, "TEXT_LIMIT_S", 0.2)
+    monkeypatch.setattr(executor, "TEXT_LIMIT_S", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -81,7 +80,7 @@ def test_a_task_that_waits_too_long_is_not_the_clients_fault(
     """503, and the worker goes on with what it has."""
     assert tokenizer.submit(TokenizeTexts(("up",))).result(PATIENCE_S) == Text("up")
     running = [tokenizer.submit(TokenizeTexts(("slow",))) for _ in range(THREADS)]
-    monkeypatch.setattr(tokenizer_queue, "WAIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(executor, "WAIT_LIMIT_S", 0.1)
     error = tokenizer.submit(TokenizeTexts(("late",))).exception(PATIENCE_S)
     assert isinstance(error, TokenizerBusy) and get_status(error) == 503 and error.retry_after_s >= 1
     assert [future.result(PATIENCE_S) for future in running] == [Text("slow")] * THREADS

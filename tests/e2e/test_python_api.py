@@ -254,17 +254,6 @@ def test_bad_requests_raise(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_no_tokens_at_all_cannot_be_asked_for(llm: LLM, max_tokens: int) -> None:
-    with pytest.raises(InvalidRequest, match="max_tokens"):
-        llm.generate(PROMPTS[0], GREEDY, max_tokens=max_tokens)
-
-
-def test_an_empty_stop_string_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="stop"):
-        llm.generate(PROMPTS[0], GREEDY, max_tokens=4, stop=[""])
-
-
 def test_a_missing_model_raises_at_once(tmp_path: Path) -> None:
     for kind in (LLM, AsyncLLM):
         with pytest.raises(ModelFileError, match="no model file"):

@@ -25,7 +25,7 @@ from cllm.testing import END_TOKEN, FakeRunner, expected_vector
 from cllm.types import EmbedLimits, Failure, FinishReason, Prompt, Request, RequestOutput, Usage, to_vector
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
-from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
@@ -308,7 +308,7 @@ def done(name: str) -> RequestOutput:
 @pytest.fixture
 def scripted() -> tuple[EngineClient, ScriptedExecutor]:
     host = ScriptedExecutor()
-    engine = EngineClient(host, queue_size=100)
+    engine = BlockingEngine(host, queue_size=100)
     engine.start()
     return engine, host
 
@@ -357,7 +357,7 @@ def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, Scripte
 
 
 def with_engine(runner: FakeRunner, use: Callable[[EngineClient], None]) -> None:
-    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
     engine.loaded.result(10)
     try:

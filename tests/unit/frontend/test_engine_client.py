@@ -23,15 +23,15 @@ from cllm.errors import (
     ShuttingDown,
 )
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, OutputStream
-from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.request_queue import RequestState, Stage
 from cllm.frontend.tenants import Tenant
 from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
-from cllm.workers.executor import Receive, TokenizerClient
+from cllm.workers.executor import Receive
 from cllm.workers.supervisor import Backoff
-from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor, ThreadTokenizer
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
@@ -40,6 +40,8 @@ def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request
 
 class ScriptedExecutor:
     """An executor whose engine does what the test says."""
+
+    tokenizer = ThreadTokenizer()
 
     def __init__(self) -> None:
         runner = FakeRunner(sequences=2)
@@ -51,10 +53,6 @@ class ScriptedExecutor:
         self.unsendable: dict[str, Exception] = {}  # by request id
         self.stopped = False
         self.receive: Receive | None = None
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.starts += 1
@@ -104,7 +102,7 @@ def executor() -> ScriptedExecutor:
 
 @pytest.fixture
 def engine(executor: ScriptedExecutor) -> Iterator[EngineClient]:
-    engine = EngineClient(executor, queue_size=10)
+    engine = BlockingEngine(executor, queue_size=10)
     engine.start()
     yield engine
     engine.stop()
@@ -171,10 +169,10 @@ def percentiles(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
 def test_submitting_and_cancelling_cost_the_same_however_many_wait(
     executor: ScriptedExecutor, tenants: int
 ) -> None:
-    engine = EngineClient(executor, queue_size=100_000)
+    engine = BlockingEngine(executor, queue_size=100_000)
     engine.start()
 
-    def submit(number: int) -> OutputStream:
+    def submit(number: int) -> AsyncOutputStream:
         tenant, timeout_s = f"t{number % tenants}", 1000.0 + number
         one = Request(id=f"r{number}", prompt=Prompt((1,)), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
         return engine.submit(one, BlockingOutputStream)
@@ -429,7 +427,7 @@ def test_the_reason_why_a_model_does_not_load_reaches_every_waiter() -> None:
     def no_model(_: object) -> FakeRunner:
         raise ModelFileError("no such file")
 
-    engine = EngineClient(ThreadExecutor(no_model, EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(no_model, EngineConfig()))
     engine.start()
     with pytest.raises(ModelFileError, match="no such file"):
         engine.loaded.result(5)
@@ -456,7 +454,7 @@ def test_stopping_ends_every_request_exactly_once(engine: EngineClient, executor
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
-    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
     engine.start()
     engine.loaded.result(5)
 

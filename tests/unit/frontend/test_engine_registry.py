@@ -24,14 +24,15 @@ from cllm.errors import (
 )
 from cllm.frontend import served_model
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, Lease
+from cllm.frontend.engine_registry import EngineRegistry, ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
 from cllm.types import Health, Prompt, Request
-from cllm.workers.executor import Receive, TokenizerClient
+from cllm.workers.executor import Receive
+from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 
 SIZES = {"ant": 40, "bee": 50, "cat": 30, "dog": 30, "elk": 120}  # the last one never fits
@@ -42,15 +43,13 @@ Result = TypeVar("Result")
 class InstantExecutor:
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
+    tokenizer = ThreadTokenizer()
+
     def __init__(self, failure: str, stopped: Callable[[], None]) -> None:
         runner = FakeRunner(sequences=2)
         self._report = Died("engine_died", failure) if failure else Ready(runner.info, runner.limits)
         self._stopped = stopped
         self.running = False
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.running = True
@@ -130,7 +129,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
-async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> Lease:
+async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> ModelLease:
     return await registry.use(registry.find(name), timeout_s)
 
 
@@ -381,8 +380,8 @@ class RegistryMachine(RuleBasedStateMachine):
         self.loader = FakeLoader()
         self.loader.on_stop = self.check_eviction
         self.registry = make_registry(self.loader)
-        self.pending: list[asyncio.Task[Lease]] = []
-        self.leases: list[Lease] = []
+        self.pending: list[asyncio.Task[ModelLease]] = []
+        self.leases: list[ModelLease] = []
         self.order: list[str] = []  # names by last use
         self.used_at: dict[str, float] = {}  # as of the last `settle`
 
@@ -401,7 +400,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         self.loop.run_until_complete(settle())
-        leases: list[Lease] = []
+        leases: list[ModelLease] = []
         for task in [task for task in self.pending if task.done()]:
             self.pending.remove(task)
             if task.cancelled():

@@ -212,8 +212,7 @@ def scripted(body: dict[str, Any]) -> httpx.Response:
         engine = EngineClient(
             ThreadExecutor(lambda _: ScriptedRunner(chat_template=CHAT_TEMPLATE), EngineConfig())
         )
-        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        engine.start()
+        engine.start(asyncio.get_running_loop())
         try:
             await asyncio.wrap_future(engine.loaded)
             transport = httpx.ASGITransport(app=create_app(engine, ServerConfig()))

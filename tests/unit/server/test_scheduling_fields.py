@@ -60,8 +60,7 @@ async def served(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient, list[Request]]]:
     host = SpyHost(**options)
     engine = EngineClient(host, queue_size=2)
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
         app = create_app(engine, ServerConfig(api_key=api_key))

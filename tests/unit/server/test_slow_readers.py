@@ -30,8 +30,7 @@ def test_too_much_unread_ends_that_stream_alone() -> None:
     async def run() -> None:
         engine = running(sequences=2, cells=8192, step_s=0.0005)
         engine.unread_limit = 5000
-        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        engine.start()
+        engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(engine.loaded)
         never_read = engine.submit(ask("never read", 4000), AsyncOutputStream)
         other = engine.submit(ask("other", 300), AsyncOutputStream)
@@ -53,8 +52,7 @@ def test_too_much_unread_ends_that_stream_alone() -> None:
 def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
     async def run() -> None:
         engine = running(step_s=0.002)
-        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        engine.start()
+        engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(engine.loaded)
         stream = engine.submit(ask("stuck", 1000), AsyncOutputStream)
         sent: list[dict[str, Any]] = []

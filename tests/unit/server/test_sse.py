@@ -58,8 +58,7 @@ class GatedRunner(FakeRunner):
 @asynccontextmanager
 async def engine_of(runner: FakeRunner) -> AsyncIterator[EngineClient]:
     engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig(draft_tokens=0)))
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
         yield engine

@@ -25,7 +25,7 @@ from cllm.messages import (
     TokenizerCall,
     TokenizerReady,
     TokenizerReply,
-    TokenizeText,
+    TokenizeTexts,
 )
 from cllm.workers.channel import WorkerProcess
 from cllm.workers.supervisor import START_FAILED, Attempt, Backoff, Supervisor
@@ -46,7 +46,7 @@ class Worker:
         self.supervisor.start(self.reports.put, delay_s)
 
     def send(self, text: str) -> None:
-        self.supervisor.send(msgspec.msgpack.encode(TokenizerCall(0, TokenizeText(text))), refusable=True)
+        self.supervisor.send(msgspec.msgpack.encode(TokenizerCall(0, TokenizeTexts((text,)))), refusable=True)
 
     def next(self) -> Any:
         return self.reports.get(timeout=PATIENCE_S)
