@@ -89,7 +89,7 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
         times.seconds.clear()
         known = sum(len(each.tokens) for each in running.values())
         started, steps = time.perf_counter(), 0
-        while all(each.token_limit - len(each.tokens) > 1 + drafts for each in running.values()):
+        while all(each.stopping.token_limit - len(each.tokens) > 1 + drafts for each in running.values()):
             core.step(follow=runner.asynchronous)
             steps += 1
         taken_s = time.perf_counter() - started

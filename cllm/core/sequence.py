@@ -13,7 +13,7 @@ from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.layout import CellSegment
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.kv_cache.tiers import Entry
-from cllm.core.preparation import Prepared
+from cllm.core.preparation import RequestParts
 from cllm.core.slot_pool import SlotLease
 from cllm.core.stopping import Stopping
 from cllm.errors import EngineError
@@ -57,7 +57,7 @@ class Sequence:
         self.state = State.WAITING
         self.lease: SlotLease | None = None
         self.stopping = Stopping(request, self.tokens, capacity)
-        self.preparing: Future[Prepared] | None = None  # done before it may start
+        self.preparing: Future[RequestParts] | None = None  # done before it may start
         self.loading: Loading | None = None  # its prefix is being read from disk
         self.loaded: Match[Entry] | None = None  # what was read
         self.load_by: float | None = None  # when to compute it instead

@@ -117,7 +117,7 @@ class EngineMetrics:
         self._counters = [(field, counter(name, text)) for field, name, text in _STEP_COUNTERS]
         self._gauges = [(field, gauge(name, text)) for field, name, text in _STEP_GAUGES]
         self.registry.register(TenantMetrics(self))
-        self.replicas = ReplicaMetrics()
+        self.replicas = ReplicaCollector()
         self.registry.register(self.replicas)
         self._llama = LlamaMetrics(self)
         self.registry.register(self._llama)
@@ -252,7 +252,7 @@ class TenantMetrics(Collector):
         return tokens, held
 
 
-class ReplicaMetrics(Collector):
+class ReplicaCollector(Collector):
     """The replicas of a cluster, each with its own label; nothing where the engine is of this machine."""
 
     report: ClusterReport | None = None

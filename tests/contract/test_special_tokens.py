@@ -63,7 +63,7 @@ def test_infill_marks_are_tokens_and_user_text_is_never_one_of_them(model: Llama
     gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
     answer = worker.perform(Prepare((gap,)))
     assert isinstance(answer, Prepared)
-    tokens = answer.prompts[0].tokens
+    tokens = answer.prompts[0].prompt.items
     controls = [token for token in tokens if token >= PRE]
     assert controls == [REP, SEP, SEP, PRE, MID, SUF, MID], "one <MID> was in the prompt, where it may be"
     plain = worker.perform(Detokenize(tokens))

@@ -98,7 +98,7 @@ def test_without_room_a_long_text_is_refused() -> None:
     refused = worker.perform(Prepare((gap,), 20))
     assert isinstance(refused, Failure) and refused.code == "context_length_exceeded"
     cut = worker.perform(Prepare((msgspec.structs.replace(gap, cut_to=15),), 20))
-    assert isinstance(cut, Prepared) and len(cut.prompts[0].tokens) == 15
+    assert isinstance(cut, Prepared) and len(cut.prompts[0].prompt.items) == 15
 
 
 @given(

@@ -11,7 +11,7 @@ from cllm.messages import Prepare, Prepared
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder, RawText
-from cllm.types import Failure
+from cllm.types import Failure, Prompt
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -37,7 +37,7 @@ def test_control_tokens_in_a_message_stay_plain_text() -> None:
     worker = TokenizerWorker(FakeVocabulary(), None)
     for parse_special, expected in ((False, tuple(b"<|x|>")), (True, (CONTROL,))):
         answer = worker.perform(Prepare((RawText(("<|x|>",), parse_special=parse_special),)))
-        assert answer == Prepared((PreparedPrompt(expected),))
+        assert answer == Prepared((PreparedPrompt(Prompt(expected)),))
 
 
 def test_control_tokens_hidden_in_a_role_or_deeper_stay_plain_text() -> None:
