@@ -1,4 +1,4 @@
-"""`python -m bench`, in a checkout also `cllm bench`: cllm beside llama-server and other OpenAI servers."""
+"""`python -m bench`: cllm beside llama-server and other OpenAI servers."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ def drive(layout: Layout, requests: int, seed: int) -> tuple[dict[str, int], flo
     core = layout.make_core(runner, layout.config(draft_tokens=0, target_itl_ms=1_000_000), emit)
     numbers = random.Random(seed)
     greedy = layout.types.SamplingParams(temperature=0, ignore_eos=True)
+    make_prompt = getattr(layout.types, "Prompt", tuple)  # older trees have tokens alone
     for number in range(requests):
-        prompt = tuple(numbers.randrange(256) for _ in range(PROMPT_TOKENS))
+        prompt = make_prompt(tuple(numbers.randrange(256) for _ in range(PROMPT_TOKENS)))
         request = layout.types.Request(
             id=str(number), prompt=prompt, max_tokens=OUTPUT_TOKENS - number % 8, sampling=greedy
         )

@@ -307,7 +307,7 @@ class Scheduler:
                 self._fail(sequence, error)
                 continue
             if position != (expected := sequence.position):
-                seen = f"the memory's next position is {position}, the request's {expected}"
+                seen = f"the memory's next position is {position}, the request has computed {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
                 self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
 

@@ -80,6 +80,6 @@ def test_many_passes_on_all_threads(native: LogitScan) -> None:
 
 
 def test_without_the_library_numpy_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("find", "library_path"):
+    for name in ("find", "sampling_path"):
         monkeypatch.setattr(candidates, name, lambda: tmp_path)
     assert type(make_logit_scan(THREADS)) is LogitScan

@@ -27,6 +27,9 @@ from cllm.types import Failure
 
 HOST = "host"
 LIMIT_S = 60.0
+MAX_CELLS = (
+    1 << 20
+)  # llama.cpp keeps a record of each, some hundred bytes; beyond them sizes grow in proportion
 # The settings on which memory depends.
 _OF_MODEL = ("model", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe")
 _OF_CONTEXT = (
@@ -109,12 +112,26 @@ class DryLoad:
 
     def measure(self, config: EngineConfig) -> dict[str, Sizes]:
         """Sizes by device. Raises ModelFileError, NotEnoughMemory, or LibraryError where the process dies."""
+        if config.ctx_size > MAX_CELLS:
+            return self._extrapolate(config)
         asked = {name: getattr(config, name) for name in (*_OF_MODEL, *_OF_CONTEXT)}
         status = Path(config.model).stat()
         key = (*asked.values(), find(), status.st_size, status.st_mtime_ns)
         if key not in self._remembered:
             self._remembered[key] = self._ask(EngineConfig(**asked, threads=1))
         return self._remembered[key]
+
+    def _extrapolate(self, config: EngineConfig) -> dict[str, Sizes]:
+        """Sizes of a context with more cells than can be tried, from those of two smaller ones."""
+        half = MAX_CELLS // 2
+        small, large = (
+            self.measure(msgspec.structs.replace(config, ctx_size=cells)) for cells in (half, MAX_CELLS)
+        )
+        steps = config.ctx_size / half - 1
+        return {
+            device: Sizes(*(int(a + steps * (b - a)) for a, b in zip(small[device], sizes, strict=True)))
+            for device, sizes in large.items()
+        }
 
     def _ask(self, config: EngineConfig) -> dict[str, Sizes]:
         if self._process is None:
@@ -135,7 +152,9 @@ class DryLoad:
         if not (line := process.stdout.readline()):
             reason = exit_reason(process.wait(), process.stderr.read() if process.stderr else b"")
             if process.returncode == -signal.SIGKILL:
-                raise NotEnoughMemory("not enough memory for recurrent states; try a smaller --parallel")
+                raise NotEnoughMemory(
+                    "not enough memory for the states of this model; try a smaller --parallel"
+                )
             raise LibraryError(f"llama.cpp cannot sum up the memory of the model: {reason}")
         answer = msgspec.json.decode(line, type=_Answer)
         if answer.failure is not None:

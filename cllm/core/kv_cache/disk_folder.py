@@ -206,7 +206,8 @@ class CacheFolder:
             raise StorageFailed(f"the cache file could not be written: {get_reason(error)}") from None
         finally:
             remove(temporary)
-        files.append(_File(bool(slot), time.time(), size, path))
+        used_at = time.time()
+        files.append(_File(bool(slot), used_at, size, path))
         yield Contents(files, [] if slot else [DiskEntry(entry, path, size)])
 
     def clear(self) -> None:
@@ -223,9 +224,9 @@ def remove(path: Path) -> None:
 
 def touch(path: Path) -> None:
     """Note that a file was used, more precisely than file systems do by themselves."""
-    now = time.time_ns()
+    used_at = time.time_ns()
     with contextlib.suppress(OSError):
-        os.utime(path, ns=(now, now), follow_symlinks=False)
+        os.utime(path, ns=(used_at, used_at), follow_symlinks=False)
 
 
 def get_name(prefix: CachedPrefix) -> str:

@@ -396,7 +396,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         super().check()
         self.set_limit("max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs: it needs logprobs to be true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs cannot be streamed: leave out one of the two")
         if self.continue_final_message and self.messages[-1].role != "assistant":
