@@ -229,11 +229,14 @@ def render_models(models: Mapping[str, EngineMetrics]) -> bytes:
     return generate_latest(CollectedMetrics(families.values()))
 
 
-class CollectedMetrics(tuple[Metric, ...], Collector):
+class CollectedMetrics(Collector):
     """Metrics as they were collected."""
 
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
     def collect(self) -> Iterable[Metric]:
-        return self
+        return self._families
 
 
 class TenantMetrics(Collector):
