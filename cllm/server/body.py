@@ -7,8 +7,6 @@ field (`ALIASES`) are read as the field itself, and fields that a body does not 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -52,10 +50,6 @@ ModelName = Annotated[
 TokenId = Annotated[int, Meta(ge=0)]
 TokenLimit = Annotated[int, Meta(ge=-1)]
 """A number of tokens to generate. -1 stands for as many as fit."""
-
-# msgspec 0.22 crashes when it frees the type of a field that is a text with a pattern or an array, such as
-# `stop`. Structs are freed by the collection at exit, which leaves out what is frozen.
-atexit.register(gc.freeze)
 
 
 class Body:

@@ -27,9 +27,7 @@ from cllm.types import Failure
 
 HOST = "host"
 LIMIT_S = 60.0
-MAX_CELLS = (
-    1 << 20
-)  # llama.cpp keeps a record of each, some hundred bytes; beyond them sizes grow in proportion
+MAX_CELLS = 1 << 20  # llama.cpp keeps a record of each; beyond them sizes grow in proportion
 # The settings on which memory depends.
 _OF_MODEL = ("model", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe")
 _OF_CONTEXT = (
