@@ -1,4 +1,4 @@
-"""`python -m bench`, in a checkout also `cllm bench`: cllm beside llama-server and other OpenAI servers."""
+"""`python -m bench`: cllm beside llama-server and other OpenAI servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from bench.run import Options, run_bench
 from bench.workloads import built_in, find
 from cllm.build.build import find_built
-from cllm.cli.options import fail
+from cllm.cli.terminal import fail
 from cllm.errors import SetupError
 
 

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import Any
 
 import httpx
 
 from bench.wire import Address
 
-TRANSFERS = "cllm_kv_move_seconds_total"
+TRANSFERS = "cllm_kv_transfer_seconds_total"
 
 
 class BadAnswer(Exception):
     """The server answered with something its contract does not allow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A good answer of `POST /generate`; `elapsed_s` is the client's own time."""
-
-    id: str
-    text: str
-    generated_tokens: int
-    finish_reason: str
-    usage: dict[str, int]
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,64 +66,27 @@ class StepTime:
         return self.sample_s / self.total_s if self.total_s else 0.0
 
 
-class CllmClient:
-    """Keeps its connections. May be used from several threads. Close it."""
+def generate(address: Address, prompt: str, max_tokens: int) -> dict[str, int]:
+    """The work that one greedy answer of `POST /generate` took. Raises BadAnswer unless it is complete."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    data: dict[str, Any] = _request(address, "POST", "/generate", body).json()["data"]
+    if data["generated_tokens"] != max_tokens:
+        raise BadAnswer(f"{data['generated_tokens']} tokens for {prompt!r}, max_tokens {max_tokens}")
+    usage: dict[str, int] = data["usage"]
+    return usage
 
-    def __init__(self, address: Address, timeout_s: float = 120.0) -> None:
-        self._http = httpx.Client(base_url=address.url, trust_env=False, timeout=timeout_s)
 
-    def __enter__(self) -> CllmClient:
-        return self
+def read_step_time(address: Address) -> StepTime:
+    """The step counters. Raises BadAnswer if they are not there."""
+    return StepTime.read(_request(address, "GET", "/metrics").text)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.close()
 
-    def generate(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> Answer:
-        """One greedy generation. Raises BadAnswer unless it is complete and well formed."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": ignore_eos}
-        start = time.perf_counter()
-        answer = self._json("POST", "/generate", body)
-        elapsed_s = time.perf_counter() - start
-        data: dict[str, Any] = answer.get("data") or {}
-        if answer.get("success") is not True:
-            raise BadAnswer(f"no success for {prompt!r}: {answer}")
-        reason = data.get("finish_reason")
-        if reason not in ("stop", "length"):
-            raise BadAnswer(f"finish_reason {reason!r} for {prompt!r}")
-        minimum = 0 if reason == "stop" else 1  # a model may end at once: SmolLM2 knows no joke
-        if (
-            not minimum <= data.get("generated_tokens", -1) <= max_tokens
-            or len(data.get("text", "")) < minimum
-        ):
-            raise BadAnswer(f"no text or a wrong count for {prompt!r}, max_tokens {max_tokens}: {data}")
-        return Answer(
-            id=data["id"],
-            text=data["text"],
-            generated_tokens=data["generated_tokens"],
-            finish_reason=data["finish_reason"],
-            usage=data.get("usage") or {},
-            elapsed_s=elapsed_s,
-        )
-
-    def kv(self) -> dict[str, Any]:
-        """`GET /debug/kv`."""
-        return self._json("GET", "/debug/kv")
-
-    def step_time(self) -> StepTime:
-        """The step counters. Raises BadAnswer if they are not there."""
-        return StepTime.read(self._request("GET", "/metrics").text)
-
-    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = self._request(method, path, body).json()
-        return answer
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        try:
-            response = self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise BadAnswer(f"{method} {path}: {error!r}") from error
-        if response.status_code != 200:
-            raise BadAnswer(f"{method} {path}: status {response.status_code}: {response.text[:200]}")
-        return response
+def _request(address: Address, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    try:
+        with httpx.Client(base_url=address.url, trust_env=False, timeout=120.0) as client:
+            response = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise BadAnswer(f"{method} {path}: {error!r}") from error
+    if response.status_code != 200:
+        raise BadAnswer(f"{method} {path}: status {response.status_code}: {response.text[:200]}")
+    return response

@@ -19,7 +19,6 @@ from bench.server_log import find_failures
 from cllm.errors import CllmError
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "--tiny": {"type": Path, "required": True, "help": "GGUF file of a tiny model"},
     "--model": {"type": Path, "help": "GGUF file (default: the embedded model)"},
     "--threads": {"type": int, "default": 0, "help": "of the server (default: one per core)"},
     "--parallel": {"type": int, "default": 8, "help": "sequences (default 8)"},
@@ -30,18 +29,24 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def make_parser(
-    module: str, about: str | None, *shared: str, **own: tuple[int | float, str]
+    module: str, about: str | None, *shared: str, **own: tuple[Any, str]
 ) -> argparse.ArgumentParser:
-    """The parser of `python -m MODULE`: some of the shared options, and numbers of its own.
+    """Make the parser of `python -m MODULE`: some of the shared options, and its own.
 
-    Of those a default and a description are given, by name.
+    Of its own, a default and a description are given by name. False is a switch, [] may be given again.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     for flag in shared:
         parser.add_argument(flag, **_SHARED[flag])
-    for number, (default, what) in own.items():
-        flag = f"--{number.replace('_', '-')}"
-        parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+    for name, (default, what) in own.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=what)
+        elif default == []:
+            parser.add_argument(flag, action="append", default=[], help=f"{what}; again for more")
+        else:
+            said = "" if default == "" else f" (default {default})"
+            parser.add_argument(flag, type=type(default), default=default, help=what + said)
     return parser
 
 
@@ -84,5 +89,5 @@ def run_command(
     try:
         return run(**vars(options))
     except (CllmError, BadAnswer, httpx.HTTPError) as error:
-        print(f"{parser.prog.rpartition('.')[2]}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ Three comparisons, each interleaved (old new, new old, …):
 - steps: the scheduler on the fake runner, one workload without drafts. Tokens, steps and ubatches must be
   equal, the Python CPU a step at most 1.05 times the old one.
 - work: both servers without drafts, one request after another. What each request decoded must be equal.
-- speed: both servers as they are (`--no-tune`), short forms of the workloads, one server at a time. The
+- speed: both servers as they are, short forms of the workloads, one server at a time. The
   median of the paired ratios of tokens/s must be at least 0.95 on each workload.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.client import CllmClient
+from bench.client import generate
 from bench.command import conclude, make_parser, run_command
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
@@ -48,8 +48,11 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With the safe path set, the folder that a process is started in does not shadow the checkout."""
-        return {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1"}
+        """With the safe path set, the folder that a process is started in does not shadow the checkout.
+
+        Older checkouts have a tuner, whose choice would be compared with the defaults.
+        """
+        return {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1", "CLLM_TUNE": "0"}
 
     def run(self, *arguments: str) -> str:
         """What Python prints in this checkout. Raises SetupError."""
@@ -73,7 +76,7 @@ class Tree:
     @contextmanager
     def serving(self, settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
         command = (sys.executable, "-m", "cllm")
-        peer = cllm_peer(settings, command, OpenAIApi(), ("--no-tune", *flags))
+        peer = cllm_peer(settings, command, OpenAIApi(), flags)
         peer = replace(peer, environment=(*peer.environment, *self.environment.items()))
         with log_folder(None) as folder, running(peer, folder / f"{self.name}.log") as server:
             yield server
@@ -120,12 +123,12 @@ def compare_work(trees: tuple[Tree, Tree], settings: ServerSettings, rows: Rows)
     """What sequential requests cost without drafts, by the server's own counters."""
     found: dict[str, list[list[int]]] = {}
     for tree in trees:
-        with tree.serving(settings, "--draft-tokens", "0") as server, CllmClient(server.address) as client:
-            answers = [
-                client.generate(words(f"work {number}", count), 24, ignore_eos=True)
+        with tree.serving(settings, "--draft-tokens", "0") as server:
+            usages = [
+                generate(server.address, words(f"work {number}", count), 24)
                 for number, count in enumerate(PROMPT_WORDS)
             ]
-        found[tree.name] = [[answer.usage[name] for name in WORK] for answer in answers]
+        found[tree.name] = [[usage[name] for name in WORK] for usage in usages]
     for index, name in enumerate(WORK):
         old, new = (sum(usage[index] for usage in found[tree.name]) for tree in trees)
         equal = all(ours[index] == theirs[index] for ours, theirs in zip(*found.values(), strict=True))

@@ -207,10 +207,7 @@ def _throughput(axis: Any, comparison: Comparison, workload: str) -> None:
         spreads = [
             comparison.spread(workload, peer, "tokens_per_second", condition) for condition in conditions
         ]
-        errors = [
-            [each.median - each.low for each in spreads],
-            [each.high - each.median for each in spreads],
-        ]
+        errors = [[each.median - each.low for each in spreads], [each.high - each.median for each in spreads]]
         axis.errorbar(
             clients,
             [each.median for each in spreads],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cllm
 from bench import footprint
-from bench.client import BadAnswer, CllmClient, StepTime
+from bench.client import BadAnswer, StepTime, read_step_time
 from bench.comparison import Comparison, ReferenceRound, Round
 from bench.decode_bench import Reference, find_references
 from bench.load import run_load
@@ -148,9 +148,7 @@ class BenchRun:
                 BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
             ]
             run_load(
-                server.address,
-                server.peer.api,
-                single_requests("warm-up", requests, definition.parallel),
+                server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel)
             )
             if definition.fill:
                 fill = make_fill(definition, self.tokens_per_word[definition.text])
@@ -328,8 +326,7 @@ def _step_time(server: RunningPeer) -> StepTime | None:
     """cllm's own step counters; None for a server that has none."""
     if server.peer.name != CLLM:
         return None
-    with CllmClient(server.address) as client:
-        try:
-            return client.step_time()
-        except BadAnswer:
-            return None
+    try:
+        return read_step_time(server.address)
+    except BadAnswer:
+        return None

@@ -28,7 +28,7 @@ class Layout:
     def __init__(self) -> None:
         new = (Path(import_module("cllm").__file__ or "").parent / "core").is_dir()
         core = import_module("cllm.core.engine_core" if new else "cllm.engine.loop")
-        self.messages = import_module("cllm.workers.messages" if new else "cllm.engine.messages")
+        self.messages = import_module("cllm.messages" if new else "cllm.engine.messages")
         self.make_core = core.EngineCore if new else core.StepLoop
         fakes = import_module("cllm.testing" if new else "cllm.backend.fake")
         self.make_runner = fakes.FakeRunner if new else fakes.FakeBackend
@@ -88,8 +88,9 @@ def drive(layout: Layout, requests: int, seed: int) -> tuple[dict[str, int], flo
     core = layout.make_core(runner, layout.config(draft_tokens=0, target_itl_ms=1_000_000), emit)
     numbers = random.Random(seed)
     greedy = layout.types.SamplingParams(temperature=0, ignore_eos=True)
+    make_prompt = getattr(layout.types, "Prompt", tuple)  # older trees have tokens alone
     for number in range(requests):
-        prompt = tuple(numbers.randrange(256) for _ in range(PROMPT_TOKENS))
+        prompt = make_prompt(tuple(numbers.randrange(256) for _ in range(PROMPT_TOKENS)))
         request = layout.types.Request(
             id=str(number), prompt=prompt, max_tokens=OUTPUT_TOKENS - number % 8, sampling=greedy
         )

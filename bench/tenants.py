@@ -24,7 +24,7 @@ from bench.report import Table
 from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.types import Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor
 
 MAX_SLOWER = 1.5
@@ -48,8 +48,7 @@ class Share:
 async def measure(config: EngineConfig, clients: dict[str, int], seconds: float) -> list[Share]:
     """Each tenant's clients ask, and ask again when they are answered, for so long."""
     engine = EngineClient(ProcessExecutor(config, log_level="warning"))
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
         assert engine.info is not None
@@ -66,7 +65,11 @@ async def measure(config: EngineConfig, clients: dict[str, int], seconds: float)
                 source = random.Random(number)
                 prompt = tuple(source.randrange(300, vocabulary) for _ in range(PROMPT_TOKENS))
                 request = Request(
-                    id=str(number), prompt=prompt, max_tokens=GENERATED, sampling=GREEDY, tenant=tenant
+                    id=str(number),
+                    prompt=Prompt(prompt),
+                    max_tokens=GENERATED,
+                    sampling=GREEDY,
+                    tenant=tenant,
                 )
                 begun = False
                 async for delta in engine.submit(request, AsyncOutputStream):

@@ -115,11 +115,7 @@ class Response:
 
 
 async def post(
-    address: Address,
-    path: str,
-    body: bytes,
-    timeout_s: float,
-    on_packet: Callable[[], None] | None = None,
+    address: Address, path: str, body: bytes, timeout_s: float, on_packet: Callable[[], None] | None = None
 ) -> Response:
     """Send JSON over a connection of its own and wait for the whole answer; connecting counts as sending.
 

@@ -71,11 +71,7 @@ def _events(load: LoadResult) -> int:
 
 
 def run(
-    streams: int = 32,
-    tokens: int = 250,
-    rounds: int = 3,
-    step_ms: float = 10.0,
-    out: Path | None = None,
+    streams: int = 32, tokens: int = 250, rounds: int = 3, step_ms: float = 10.0, out: Path | None = None
 ) -> int:
     """Print the table; 0 if every route stays under the bar, else 1. Raises SetupError."""
     costs: list[Cost] = []

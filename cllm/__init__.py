@@ -6,8 +6,12 @@ cheap and the build of the native library can run before the dependencies are in
 
 from __future__ import annotations
 
+import atexit
+import gc
 from typing import TYPE_CHECKING, Any
 
+# The interpreter's last collection may crash in msgspec, when it frees types with `Meta` (its issue 717).
+atexit.register(gc.freeze)
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 

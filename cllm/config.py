@@ -85,11 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
-    poll: Annotated[int, _rare("Busy-waiting of idle compute threads, 0 to 100.", 0, 100)] = 50
+    poll: (
+        Annotated[int, _rare("Busy-waiting of idle threads. Default: 50; GPUs or several models: 0.", 0, 100)]
+        | None
+    ) = None
     flash_attention: Annotated[bool, _rare("Flash attention kernels.")] = True
     extra_buffers: Annotated[bool, _rare("Repack the weights for AMX and similar units.")] = True
-    tune: Annotated[bool, _option("Measure the fastest settings at the first start and reuse them.")] = True
-    tune_budget_s: Annotated[float, _rare("Time limit of that measurement, seconds.", 1)] = 15.0
     pooling: Annotated[
         str,
         _rare(
@@ -154,7 +155,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
-    state_dir: Annotated[str, _folder("Folder for saved prefixes (/admin/prefixes/save).")] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
@@ -182,7 +182,7 @@ class ClusterConfig(EngineConfig, frozen=True, kw_only=True):
     digest: str = ""  # of the model's file
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that are ready to be loaded, and the memory that they take, in bytes by device."""
 
     config: EngineConfig
@@ -191,11 +191,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of a server: its names and settings. `given` are the engine's that were set explicitly."""
+    """A model of a server: its names and settings."""
 
     name: str
     engine: EngineConfig = EngineConfig()
-    given: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # other ways to write its name, as `cllm list` has it
     defaults: dict[str, Any] = {}  # fields for requests that lack them

@@ -80,8 +80,8 @@ class ContextLengthExceeded(InvalidRequest):
         return cls(tokens, limit, message=message, field=field)
 
 
-class StateFileError(ClientError):
-    code = "state_file_invalid"  # a saved prefix file is corrupt, or of another model
+class CacheFileError(ClientError):
+    code = "cache_file_invalid"  # a saved slot is corrupt, or of another model
 
 
 class ReloadFailed(ClientError):
@@ -237,11 +237,13 @@ def _by_code(root: type[CllmError]) -> dict[str, type[CllmError]]:
     return found
 
 
-def from_code(code: str, message: str) -> CllmError:
+def from_code(code: str, message: str, field: str | None = None, counts: tuple[int, ...] = ()) -> CllmError:
     """Make the error that crossed a process boundary; unknown codes become EngineError."""
     kind = _by_code(CllmError).get(code, EngineError)
     error = kind.__new__(kind)
     CllmError.__init__(error, message)
     if isinstance(error, InvalidRequest):
-        error.field = None
+        error.field = field
+    if isinstance(error, ContextLengthExceeded):
+        error.prompt_tokens, error.limit = counts or (0, 0)
     return error

@@ -20,12 +20,17 @@ from cllm.errors import InvalidRequest
 StructKind = TypeVar("StructKind", bound=msgspec.Struct)
 
 
+def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name; numbers of NumPy as Python's."""
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+
+
 def parse_fields(values: Mapping[str, Any], kind: type[StructKind], *, strict: bool = True) -> StructKind:
     """A struct from values by name; those it has no field for are ignored. `strict`: a text is no number.
 
     Raises InvalidRequest, which names a field that is mistyped, out of bounds or not finite.
     """
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    plain = to_plain(values)
     check_finite(plain)
     try:
         return msgspec.convert(plain, kind, strict=strict)

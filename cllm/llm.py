@@ -1,46 +1,118 @@
-"""The Python API: a model in this process, for scripts (`LLM`) and for asyncio (`AsyncLLM`).
+"""The Python API: a model for scripts (`LLM`) and for asyncio (`AsyncLLM`).
 
     with LLM("model.gguf") as llm:
         print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
         print(llm.chat([{"role": "user", "content": "What is AI?"}]).text)
 
-Requests of one call, and of several threads or tasks, are batched automatically. A model that is still open
-when the interpreter exits is closed then; a forked child cannot use it.
+Requests of one call, and of several threads or tasks, are batched automatically. The model runs in worker
+processes, as a server's does: a crashed one is replaced, and answers go on where they were. A model that is
+still open when the interpreter exits is closed then; a forked child cannot use it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from typing import Any, Self, TypeVar, Unpack, overload
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
-from cllm.chat.conversation import Conversation
-from cllm.chat.options import (
-    GenerateOptions,
-    Messages,
-    Sampling,
-    StreamOptions,
-    WholeOptions,
-    make_chat,
-    make_request,
-    new_request,
+from cllm.backend.llama.probe import find_ready
+from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
+from cllm.chat.session import open_chat
+from cllm.config import EngineConfig, make_config
+from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
+from cllm.fields import describe_unknown, parse_fields, to_plain
+from cllm.frontend.async_calls import run_tokenizer
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizeTexts, TokenLists
+from cllm.models.resolve import resolve_config
+from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
+from cllm.server.dialects.openai.completions import CompletionBody
+from cllm.server.submit import build_request, check_tokens
+from cllm.types import (
+    SEED_SPACE,
+    FinishReason,
+    Limits,
+    ModelInfo,
+    Pooling,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+    to_vector,
 )
-from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
-from cllm.chat.session import open_chat, open_chat_blocking
-from cllm.errors import InvalidRequest, from_code
-from cllm.frontend.async_calls import get_choice_ids
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.local_model import LocalModel, uninterrupted
-from cllm.text.embeddings import to_vector
-from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.workers.executor import ProcessExecutor
+from cllm.workers.supervisor import WORKER_MODULE
 
+log = logging.getLogger(__name__)
+MAX_QUEUE = 1_000_000
+DEFAULT_MAX_TOKENS = 256
+TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
+Pieces = AsyncGenerator[tuple[str, Usage | None], None]  # of a text, with the usage at its end
+Result = TypeVar("Result")
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How much is generated."""
+
+    max_tokens: int  # 256 unless given
+    stop: str | Sequence[str] | None  # a stop string or several; they are not part of the answer
+    timeout: float | None  # seconds; then DeadlineExceeded
+    min_tokens: int  # generated before the answer may end
+    stop_token_ids: Sequence[int]  # tokens that end the answer, as end tokens do
+    prompt_logprobs: int | None  # score the prompt's tokens, with this many likely ones
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """The options of a chat, named and shaped as in `/v1/chat/completions`."""
+
+    n: int  # choices; the prompt is computed once
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]  # "auto", "none", "required" or {"type": "function", …}
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any]  # {"type": "json_object"} or {"type": "json_schema", …}
+    logprobs: bool
+    top_logprobs: int  # most likely tokens reported with each token; needs logprobs
+    chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
+    reasoning_effort: str | None
+    reasoning_budget: int | None  # tokens of reasoning; 0: none, -1: no limit
+    prediction: str | None  # what most of the answer will repeat: then it is generated faster
+    reasoning_format: Literal["auto", "none"]  # none: reasoning stays in the text
+
+
+class WholeOptions(ChatOptions, total=False):
+    stream: Literal[False]
+
+
+class StreamedOptions(ChatOptions):
+    stream: Literal[True]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +140,37 @@ def _make_completion(outputs: Sequence[RequestOutput]) -> Completion:
 
 def _raise_error(output: RequestOutput) -> None:
     if output.error is not None:
-        raise from_code(output.error.code, output.error.message)
+        raise output.error.error()
 
 
-def _make_vectors(outputs: Sequence[RequestOutput]) -> list[list[float]]:
-    _raise_error(outputs[-1])
-    return [to_vector(data).tolist() for data in outputs[-1].embeddings]
+def _check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that means nothing."""
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"{call}() got an unexpected keyword argument {describe_unknown(unknown[0], known)}")
+
+
+def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, logprobs: int = 0) -> Request:
+    """A request without prompt. Raises InvalidRequest, TypeError."""
+    if sampling is None:
+        sampling = SamplingParams()
+    elif not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    sampling = parse_fields(msgspec.structs.asdict(sampling), SamplingParams)
+    check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
+    seed = secrets.randbelow(SEED_SPACE) if sampling.seed is None else sampling.seed % SEED_SPACE
+    assert isinstance(body, ChatBody | CompletionBody)
+    if body.max_tokens is None or body.max_tokens < 1:  # over HTTP that is no limit, or a prompt to score
+        raise InvalidRequest("max_tokens: expected `int` >= 1", "max_tokens")
+    return build_request(
+        engine,
+        body,
+        request_id=uuid.uuid4().hex,
+        max_tokens=body.max_tokens,
+        sampling=msgspec.structs.replace(sampling, seed=seed),
+        stop=body.stops,
+        logprobs=logprobs,
+        prompt_logprobs=body.scored,
+    )
 
 
 def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
@@ -83,18 +180,220 @@ def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
     return found
 
 
-def _make_embed_request(info: ModelInfo, answer: TokenizerAnswer) -> Request:
-    assert isinstance(answer, TokenLists)
-    if info.pooling is Pooling.RANK:
-        raise InvalidRequest(
-            "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
-        )
-    return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
+class AsyncLLM:
+    """A model for asyncio. An asynchronous context manager; use it on the event loop that entered it."""
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        config: EngineConfig | None = None,
+        worker: str = "",
+        **settings: Any,
+    ) -> None:
+        """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
+
+        `worker` names another module for the worker processes: `cllm.testing` answers by script.
+        Raises SetupError when the model cannot be served; it is loaded on entry.
+        """
+        _check_names("LLM", settings, EngineConfig.__struct_fields__)
+        asked = msgspec.structs.asdict(config or EngineConfig()) | settings
+        if os.fspath(model):
+            asked["model"] = model
+        paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
+        ready = make_config(EngineConfig, asked | paths)
+        if not worker:
+            ready = find_ready(resolve_config(ready), log.info)
+        level = str(log.getEffectiveLevel())  # warnings, unless the program wants more
+        executor = ProcessExecutor(ready, log_level=level, module=worker or WORKER_MODULE)
+        self._engine = EngineClient(executor, queue_size=MAX_QUEUE)
+        self._engine.shutdown_message = "the model was closed"
+        self._engine.unread_limit = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that entered it
+        self._process: int | None = None  # the same
+        self._closed = False
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises EngineNotReady before it is opened."""
+        return self._check_open()
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
+        self._check_open()
+        assert self._engine.limits is not None
+        return self._engine.limits
+
+    async def __aenter__(self) -> Self:
+        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
+        if self._closed or self._process is not None:
+            state = "closed" if self._closed else "open already"
+            raise RuntimeError(f"this model is {state}: each can be opened once; make another")
+        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
+        atexit.register(self._stop_at_exit)
+        try:
+            self._engine.start(self._loop)
+            await asyncio.wrap_future(self._engine.loaded)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self, *, wake: bool = True) -> None:
+        """End the workers, and wait for that."""
+        self._closed = True
+        if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
+            self._engine.stop(wake=wake)
+            atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
+        self._stop(wake=False)
+
+    def _check_open(self) -> ModelInfo:
+        """The loaded model. Raises an error that says why it cannot be used here and now."""
+        if self._closed:
+            raise ShuttingDown("this model is closed: open another one")
+        if self._process is None:
+            raise EngineNotReady("open it first: `with LLM(...)` or `async with AsyncLLM(...)`")
+        if self._process != os.getpid():
+            raise EngineNotReady("this model was opened in another process: open one of its own here")
+        if self._engine.info is None:
+            raise EngineNotReady("the model is still loading")
+        return self._engine.info
+
+    @contextlib.contextmanager
+    def _cancel_after(self, *request_ids: str) -> Iterator[None]:
+        """Cancel those of these requests that run when their reader leaves."""
+        try:
+            yield
+        finally:
+            if self._process == os.getpid():
+                for request_id in request_ids:
+                    self._engine.cancel(request_id)
+
+    async def generate(
+        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """See `LLM.generate`."""
+        texts = _texts(prompts, "prompts")
+        requests = [self._make_request(sampling, options, "generate") for _ in texts]
+        left = iter(requests)
+        with self._cancel_after(*(request.id for request in requests)):
+            streams = [self._submit(next(left), tokens) async for tokens in self._tokenize(texts)]
+            return [_make_completion([output async for output in stream]) for stream in streams]
+
+    @overload
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
+    ) -> Coroutine[Any, Any, ChatReply]: ...
+
+    @overload
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
+    ) -> AsyncGenerator[ChatChunk, None]: ...
+
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
+    ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
+        """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
+        self._check_open()
+        _check_names("chat", options, ChatOptions.__annotations__)
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": [*map(dict, messages)]}
+        if isinstance(text := options.get("prediction"), str):
+            given["prediction"] = {"content": text}
+        body = ChatBody.parse(given)
+        logprobs = max(1, body.top) if body.top is not None else 0
+        chunks = self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
+        return chunks if stream else self._wait_for_reply(chunks)
+
+    def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
+        self._check_open()
+        _check_names(call, options, GenerateOptions.__annotations__)
+        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""})
+        return _make_request(self._engine, body, sampling)
+
+    async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
+        last = [chunk async for chunk in chunks][-1]
+        assert last.reply is not None
+        return last.reply
+
+    async def _read_chat(self, body: ChatBody, request: Request) -> AsyncGenerator[ChatChunk, None]:
+        self._check_open()
+        session = await open_chat(self._engine, body.conversation(), request, body.n)
+        with self._cancel_after(*(stream.request_id for stream in session.streams)):
+            async for choice, changes, output in session.steps():
+                _raise_error(output)
+                for chunk in make_chunks(choice, changes):
+                    yield chunk
+            first, *others = session.replies
+            yield ChatChunk(reply=first.reply([other.reply() for other in others]))
+
+    def stream(
+        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[str, None]:
+        """See `LLM.stream`."""
+        return _get_texts(self._stream(prompt, sampling, options))
+
+    def _stream(self, prompt: str | Messages, sampling: Sampling, options: GenerateOptions) -> Pieces:
+        if isinstance(prompt, str):
+            return self._read_text(self._make_request(sampling, options, "stream"), prompt)
+        return _get_pieces(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
+
+    async def _read_text(self, request: Request, prompt: str) -> Pieces:
+        self._check_open()
+        with self._cancel_after(request.id):
+            (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
+            async for output in stream:
+                _raise_error(output)
+                yield output.text, output.usage
+
+    async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """See `LLM.embed`."""
+        info = self._check_open()
+        if not texts:
+            return []
+        if info.pooling is Pooling.RANK:
+            raise InvalidRequest(
+                "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
+            )
+        lists = [tokens async for tokens in self._tokenize(_texts(texts, "texts"))]
+        request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=tuple(lists))
+        with self._cancel_after(request.id):
+            outputs = [output async for output in self._submit(request)]
+        _raise_error(outputs[-1])
+        return [to_vector(data).tolist() for data in outputs[-1].embeddings]
+
+    async def _tokenize(self, texts: Sequence[str]) -> AsyncIterator[tuple[int, ...]]:
+        for begin in range(0, len(texts), TEXTS_AT_ONCE):
+            task = TokenizeTexts(tuple(texts[begin : begin + TEXTS_AT_ONCE]))
+            for tokens in (await run_tokenizer(self._engine, task, TokenLists)).lists:
+                yield tokens
+
+    def _submit(self, request: Request, prompt: tuple[int, ...] = ()) -> AsyncOutputStream:
+        return self._engine.submit(msgspec.structs.replace(request, prompt=Prompt(prompt)), AsyncOutputStream)
 
 
-def _set_prompt(request: Request, answer: TokenizerAnswer) -> Request:
-    assert isinstance(answer, Tokens)
-    return msgspec.structs.replace(request, prompt=answer.tokens)
+async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:
+    async with contextlib.aclosing(chat) as chunks:
+        async for chunk in chunks:
+            yield chunk.text, chunk.reply.usage if chunk.reply else None
+
+
+async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
+    async with contextlib.aclosing(pieces):
+        async for text, _ in pieces:
+            if text:
+                yield text
 
 
 class TextStream(Iterator[str]):
@@ -112,17 +411,29 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
 
-class LLM(LocalModel):
-    """A model for synchronous Python. A context manager; safe to use from several threads."""
+class LLM:
+    """A model for synchronous Python. A context manager; safe to use from several threads.
+
+    An `AsyncLLM` on an event loop in another thread; so it also works in a notebook, where one runs already.
+    """
+
+    def __init__(self, model: str | Path = "", **settings: Any) -> None:
+        """See `AsyncLLM`."""
+        self._model = AsyncLLM(model, **settings)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises EngineNotReady before it is opened."""
+        return self._model.info
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
+        return self._model.limits
 
     def __enter__(self) -> Self:
         """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
-        self._start()
-        try:
-            self._engine.wait_ready()
-        except BaseException:
-            self.close()
-            raise
+        _wait_for(_get_loop(os.getpid()), self._model.__aenter__)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,7 +441,7 @@ class LLM(LocalModel):
 
     def close(self) -> None:
         """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
-        self._stop()
+        self._model._stop()
 
     def generate(
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
@@ -141,12 +452,7 @@ class LLM(LocalModel):
         one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own. The
         other options are in `GenerateOptions`.
         """
-        template = make_request(sampling, options, self._check_open(), "generate")
-        texts = _texts(prompts, "prompts")
-        requests = [new_request(template) for _ in texts]
-        with self._cancel_after(*(request.id for request in requests)):
-            streams = [self._submit(request, text) for request, text in zip(requests, texts, strict=True)]
-            return [_make_completion(list(self._read(stream))) for stream in streams]
+        return self._run(self._model.generate, prompts, sampling, **options)
 
     @overload
     def chat(
@@ -155,7 +461,7 @@ class LLM(LocalModel):
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
     ) -> Iterator[ChatChunk]: ...
 
     def chat(
@@ -167,177 +473,54 @@ class LLM(LocalModel):
         `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
         all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
         """
-        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
         if stream:
-            return chunks
-        *_, last = chunks
-        assert last.reply is not None
-        return last.reply
-
-    def _read_chat(self, conversation: Conversation, request: Request, n: int) -> Iterator[ChatChunk]:
-        self._check_open()
-        builder = ChunkBuilder(n)
-        with self._cancel_after(*get_choice_ids(request.id, n)):
-            session = uninterrupted(open_chat_blocking, self._engine, conversation, request, n)
-            for step in self._read(session.events_blocking()):
-                yield from builder.add(*step)
-            yield builder.last()
+            return self._iterate(self._model.chat(messages, sampling, stream=True, **options))
+        reply: ChatReply = self._run(self._model.chat, messages, sampling, **options)
+        return reply
 
     def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> TextStream:
         """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
-        if not isinstance(prompt, str):
-            chunks = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
-            return TextStream((chunk.text, chunk.reply.usage if chunk.reply else None) for chunk in chunks)
-        return TextStream(
-            self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
-        )
-
-    def _read_text(self, template: Request, prompt: str) -> Iterator[tuple[str, Usage | None]]:
-        self._check_open()
-        request = new_request(template)
-        with self._cancel_after(request.id):
-            for output in self._read(self._submit(request, prompt)):
-                _raise_error(output)
-                yield output.text, output.usage
+        return TextStream(self._iterate(self._model._stream(prompt, sampling, options)))
 
     def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """An embedding of norm 1 for each text, in their order."""
-        self._check_open()
-        if not texts:
-            return []
-        tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts, "texts"))).result()
-        request = _make_embed_request(self.info, tokens)
-        with self._cancel_after(request.id):
-            stream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
-            return _make_vectors(list(self._read(stream)))
+        return self._run(self._model.embed, texts)
 
-    def _submit(self, request: Request, prompt: str) -> BlockingOutputStream:
-        answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
-        request = _set_prompt(request, answer)
-        stream: BlockingOutputStream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
-        return stream
+    def _run(self, call: Callable[..., Awaitable[Result]], /, *arguments: Any, **options: Any) -> Result:
+        self._model._check_open()
+        assert self._model._loop is not None
+        return _wait_for(self._model._loop, call, *arguments, **options)
 
-    def _read(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items of a stream. In a forked child nothing would ever follow: that is an error there."""
-        for item in items:
+    def _iterate(self, items: AsyncGenerator[Item, None]) -> Iterator[Item]:
+        # Its event loop closes a generator that is dropped, in whichever thread that happens.
+        while (item := self._run(anext, items, None)) is not None:
             yield item
-            self._check_process()
 
 
-class AsyncLLM(LocalModel):
-    """A model for asyncio. An asynchronous context manager; use it on the event loop that entered it."""
-
-    _entry = "async with AsyncLLM(...) as llm"
-    _tokenizer_threads = THREADS  # the event loop stays free
-
-    async def __aenter__(self) -> Self:
-        """See `LLM.__enter__`."""
-        self._start(asyncio.get_running_loop().call_soon_threadsafe)
-        try:
-            await asyncio.wrap_future(self._engine.loaded)
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """See `LLM.close`."""
-        self._closed = True
-        await asyncio.to_thread(self._stop)
-
-    async def generate(
-        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> list[Completion]:
-        """See `LLM.generate`."""
-        template = make_request(sampling, options, self._check_open(), "generate")
-        calls = [asyncio.ensure_future(self._complete(template, text)) for text in _texts(prompts, "prompts")]
-        try:
-            return list(await asyncio.gather(*calls))
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    @overload
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
-    ) -> Coroutine[Any, Any, ChatReply]: ...
-
-    @overload
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
-    ) -> AsyncGenerator[ChatChunk, None]: ...
-
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
-    ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
-        """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
-        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
-        return chunks if stream else self._wait_for_reply(chunks)
-
-    async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
-        last = [chunk async for chunk in chunks][-1]
-        assert last.reply is not None
-        return last.reply
-
-    async def _read_chat(
-        self, conversation: Conversation, request: Request, n: int
-    ) -> AsyncGenerator[ChatChunk, None]:
-        self._check_open()
-        builder = ChunkBuilder(n)
-        with self._cancel_after(*get_choice_ids(request.id, n)):
-            session = await open_chat(self._engine, conversation, request, n)
-            async for step in session.events():
-                for chunk in builder.add(*step):
-                    yield chunk
-            yield builder.last()
-
-    def stream(
-        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[str, None]:
-        """See `LLM.stream`."""
-        if isinstance(prompt, str):
-            return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
-        return _texts_of(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
-
-    async def _read_text(self, template: Request, prompt: str) -> AsyncGenerator[str, None]:
-        self._check_open()
-        request = new_request(template)
-        with self._cancel_after(request.id):
-            async for output in await self._submit(request, prompt):
-                _raise_error(output)
-                if output.text:
-                    yield output.text
-
-    async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
-        """See `LLM.embed`."""
-        self._check_open()
-        if not texts:
-            return []
-        task = TokenizeTexts(_texts(texts, "texts"))
-        request = _make_embed_request(
-            self.info, await asyncio.wrap_future(self._engine.tokenizer.submit(task))
-        )
-        with self._cancel_after(request.id):
-            return _make_vectors([output async for output in self._engine.submit(request, AsyncOutputStream)])
-
-    async def _complete(self, template: Request, prompt: str) -> Completion:
-        request = new_request(template)
-        with self._cancel_after(request.id):
-            return _make_completion([output async for output in await self._submit(request, prompt)])
-
-    async def _submit(self, request: Request, prompt: str) -> AsyncOutputStream:
-        answer = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeText(prompt)))
-        return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)
+@cache
+def _get_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop that runs the models of `LLM` in this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="cllm-loop", daemon=True).start()
+    return loop
 
 
-async def _texts_of(chat: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(chat) as chunks:
-        async for chunk in chunks:
-            if chunk.text:
-                yield chunk.text
+def _wait_for(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[Result]], *arguments: Any, **options: Any
+) -> Result:
+    """Await a call on the event loop of another thread; what interrupts the wait, as Ctrl-C, cancels it."""
+    left: Future[None] = Future()  # made first: Ctrl-C may come before there is a task
+
+    async def run() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+        return await call(*arguments, **options)
+
+    try:
+        return asyncio.run_coroutine_threadsafe(run(), loop).result()
+    except BaseException:
+        left.cancel()
+        raise

@@ -9,8 +9,12 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 
 
 def configure_logging(level: str) -> None:
-    """Set up the root logger of a process that cllm owns (server, worker, CLI); not for library use."""
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=FORMAT, force=True)
+    """Set up the root logger of a process that cllm owns (server, worker, CLI); not for library use.
+
+    `level` is a name or a number.
+    """
+    number = int(level) if level.isdigit() else level.upper()
+    logging.basicConfig(stream=sys.stderr, level=number, format=FORMAT, force=True)
     # Verbose at debug level, of no use to an operator.
     for noisy in ("asyncio", "httpx", "httpcore", "multipart"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -21,12 +21,12 @@ _MAX_REVISION = 250
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a state or an adapter: up to 64 letters, digits, '.', '-' and '_'; no path."""
+    """Return True for up to 64 letters, digits, '.', '-' and '_', which name a slot or a unit; no path."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def is_repo(text: str) -> bool:
-    """Whether a text is USER/REPO by the hubs' rules."""
+    """Return True for USER/REPO by the hubs' rules."""
     parts = text.split("/")
     return len(parts) == 2 and all(
         _REPO_PART.fullmatch(part) and "--" not in part and ".." not in part and not part.endswith(".git")
@@ -35,7 +35,7 @@ def is_repo(text: str) -> bool:
 
 
 def is_revision(text: str) -> bool:
-    """Whether a text names a branch, a tag or a commit by the rules of `git check-ref-format`."""
+    """Return True for a branch, a tag or a commit by the rules of `git check-ref-format`."""
     if not 0 < len(text) <= _MAX_REVISION or text == "@" or text.startswith("-") or text.endswith("."):
         return False
     if _NOT_IN_REVISION.search(text) or _NOT_PRINTED.search(text):
@@ -44,7 +44,7 @@ def is_revision(text: str) -> bool:
 
 
 def is_file_path(text: str) -> bool:
-    """Whether a text is the path of a file in a repository: relative, below it, and printable."""
+    """Return True for the path of a file in a repository, relative, below it, and printable."""
     if not 0 < len(text) <= MAX_FILE_PATH or "\\" in text or _NOT_PRINTED.search(text):
         return False
     parts = text.split("/")

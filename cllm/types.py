@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from cllm.errors import CllmError, ContextLengthExceeded, from_code
+
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
@@ -45,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Applied in this order: logit_bias, penalties (repetition, frequency, presence), DRY, top_n_sigma,
     top_k, typical_p, top_p, min_p, XTC, temperature, draw. Mirostat replaces everything between
-    temperature and draw. `temperature` 0 is greedy: the most likely token, ties to the lowest id.
+    temperature and draw, adaptive-p the draw alone. `temperature` 0 is greedy: the most likely token, ties
+    to the lowest id.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
@@ -99,6 +102,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mirostat: Annotated[int, Meta(ge=0, le=2, description="Mirostat version 1 or 2; 0: off")] = 0
     mirostat_tau: Annotated[float, Meta(ge=0, le=100, description="Mirostat: the target surprise")] = 5.0
     mirostat_eta: Annotated[float, Meta(ge=0, le=1, description="Mirostat: the learning rate")] = 0.1
+    adaptive_target: Annotated[
+        float, Meta(ge=-1, le=1, description="Adaptive-p: draw tokens near this probability; negative: off")
+    ] = -1.0
+    adaptive_decay: Annotated[
+        float, Meta(ge=0, le=0.99, description="Adaptive-p: weight of earlier tokens; 1 / (1 - it) count")
+    ] = 0.9
     logit_bias: Annotated[
         tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
         Meta(max_length=1024, description="Token id (as text) → added to its logit"),
@@ -167,6 +176,12 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     source: str
     triggers: tuple[str, ...] = ()
     reasoning: ReasoningMarks | None = None
+    origin: str = ""  # the field of the request that it comes from
+
+    @property
+    def field(self) -> str:
+        """The field that refusals name."""
+        return self.origin or self.kind.field
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,11 +203,49 @@ class Pooling(StrEnum):
     NONE = "none"  # not at all: an embedding for each token
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Items of a prompt that stand for one picture or sound. A cut inside of them is not possible."""
+
+    begin: int
+    end: int
+    positions: int  # that they take up together; fewer than items where several share one
+    media: str  # digest of what they stand for
+
+
+class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is computed before an answer. An item is a token id, or the pseudo id (negative) of a media row.
+
+    The index of an item is not its position: that is what `position` says. KV is cached under a `key`.
+    """
+
+    items: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()  # in order; all items beside them are text
+    adapter: str = ""  # digest of what is added to the weights; empty for the model as it is
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def position(self, length: int) -> int:
+        """Where the next item goes after the first `length`; an answer goes on as text."""
+        if not self.spans:
+            return length
+        ended = (span for span in self.spans if span.end <= length)
+        return length - sum(span.end - span.begin - span.positions for span in ended)
+
+    def floor(self, length: int) -> int:
+        """The longest prefix of at most `length` items that cuts no span."""
+        return next((span.begin for span in self.spans if span.begin < length < span.end), length)
+
+    def key(self, tenant: str) -> str:
+        """What keeps its KV apart from that of others with the same items."""
+        return f"{tenant}\0{self.adapter}" if self.adapter else tenant
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, or one call for embeddings; tokenised and validated. Nothing in it refers to HTTP."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Prompt = Prompt()
     generated_prefix: tuple[int, ...] = ()  # of the answer: delivered before by an engine that died
     max_tokens: int  # 0: only the prompt is computed
     sampling: SamplingParams = SamplingParams()
@@ -259,11 +312,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int = 0  # of the prediction that the request came with
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why a request ended with `error`: `code` names a class of `cllm.errors`."""
+class Failure(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """An error on its way between processes; `code` names a class of `cllm.errors`."""
 
     code: str
     message: str
+    field: str | None = None  # of the request
+    counts: tuple[int, ...] = ()  # of a prompt that is too long: its tokens, and the limit
+
+    @classmethod
+    def of(cls, error: CllmError) -> Failure:
+        counts = (error.prompt_tokens, error.limit) if isinstance(error, ContextLengthExceeded) else ()
+        return cls(error.code, error.message, getattr(error, "field", None), counts)
+
+    def error(self) -> CllmError:
+        return from_code(self.code, self.message, self.field, self.counts)
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -447,3 +510,22 @@ class Vocabulary(HasBound, Protocol):
     @property
     def infill(self) -> InfillTokens | None:
         """The control tokens of infill; None for a model without them."""
+
+
+RAW = -1  # as `norm` of `to_vector`
+
+
+def to_vector(data: bytes, dimensions: int | None = None, norm: int = 2) -> npt.NDArray[np.float32]:
+    """The first `dimensions` elements of an embedding in `RequestOutput.embeddings`, scaled to norm 1.
+
+    `norm` is that of llama-server: RAW scales nothing, 0 makes the largest element 32760, 1 and above are the
+    p-norms. A vector of zeros is not scaled.
+    """
+    vector = np.frombuffer(data, "<f4")[:dimensions].astype(np.float64)
+    if norm == RAW:
+        length = 1.0
+    elif norm == 0:
+        length = float(np.abs(vector).max()) / 32760.0
+    else:
+        length = float((np.abs(vector) ** norm).sum() ** (1.0 / norm))
+    return (vector / length if length > 0 else vector).astype("<f4")

@@ -3,8 +3,8 @@
 python scripts/declarations.py           write it
 python scripts/declarations.py --check   exit with 1 if it is not up to date
 
-Only what cllm, bench and tests name is declared (`api.llama_decode`), and structures passed by value. A
-pointer to any other structure is a `c_void_p`. The headers are of the source that `cllm build` compiles.
+Only what cllm, bench, tests and proof name is declared (`api.llama_decode`), and structures passed by value.
+A pointer to any other structure is a `c_void_p`. The headers are of the source that `cllm build` compiles.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _import_order(name: str) -> tuple[int, list[tuple[str, int]]]:
 def find_used() -> frozenset[str]:
     """The names of llama.h and ggml that sources use, as attributes or by their names."""
     names: set[str] = set()
-    for folder in ("cllm", "bench", "tests"):
+    for folder in ("cllm", "bench", "tests", "proof"):
         for path in (ROOT / folder).rglob("*.py"):
             if path != TARGET:
                 text = path.read_text(encoding="utf-8")

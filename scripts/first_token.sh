@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# How long from `git clone` to the first generated token, with nothing cached, and how much of that was
-# tuning (which only a first start does); then a second start.
+# How long from `git clone` to the first generated token, with nothing cached; then a second start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 port=${PORT:-18055}
@@ -17,7 +16,7 @@ trap 'stop; rm -rf "$work"' EXIT
 export CLLM_CACHE_DIR="${CLLM_CACHE_DIR:-$work/cache}"
 
 measure() {
-    local what=$1 began=$EPOCHREALTIME body='{"prompt": "1+1=", "max_tokens": 1, "temperature": 0}' ended tuned
+    local what=$1 began=$EPOCHREALTIME body='{"prompt": "1+1=", "max_tokens": 1, "temperature": 0}' ended
     shift
     set -m
     "$@" >"$work/log" 2>&1 &
@@ -29,10 +28,7 @@ measure() {
     done
     ended=$EPOCHREALTIME
     stop
-    # Only a start that tunes leaves a newer record; it says itself how long that took.
-    tuned=$(find "$CLLM_CACHE_DIR/tune" -name '*.json' -newermt "@$began" -exec sed -n 's/^ *"took_s": \([0-9.]*\).*/\1/p' {} + 2>/dev/null || true)
-    awk -v a="$began" -v b="$ended" -v what="$what" -v tuned="${tuned:-0}" \
-        'BEGIN {printf "%s to first token: %.1f s, of which tuning %.1f s\n", what, b - a, tuned}'
+    awk -v a="$began" -v b="$ended" -v what="$what" 'BEGIN {printf "%s to first token: %.1f s\n", what, b - a}'
 }
 
 fresh() { git clone -q . "$work/clone" && exec make -C "$work/clone" serve ARGS="--port $port"; }

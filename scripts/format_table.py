@@ -12,15 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cllm.text.chat_format import GENERIC, Call, ChatFormat, write_calls  # noqa: E402
+from cllm.text.chat_format import GENERIC, ChatFormat, WrittenCall, write_calls  # noqa: E402
 from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
-from scripts.module_table import update  # noqa: E402
 from tests.driver.corpus import template_files  # noqa: E402
 from tests.driver.turns import get_family  # noqa: E402
 
 PAGE = ROOT / "docs" / "formats.md"
 BEGIN, END = "<!-- formats: begin (scripts/format_table.py) -->", "<!-- formats: end -->"
-EXAMPLE = Call("f", {"a": "x", "n": 1}, "abc123def")
+EXAMPLE = WrittenCall("f", {"a": "x", "n": 1}, "abc123def")
 
 
 def make_table() -> str:
@@ -52,5 +51,18 @@ def _code(text: str) -> str:
     return f"`{shown}`" if "`" not in shown else f"`` {shown} ``"
 
 
+def main(arguments: list[str]) -> int:
+    """Write the table; with `--check` only say whether it is up to date."""
+    before = PAGE.read_text()
+    head, _, rest = before.partition(BEGIN)
+    after = f"{head}{BEGIN}\n{make_table()}\n{END}{rest.partition(END)[2]}"
+    if "--check" not in arguments:
+        PAGE.write_text(after)
+    elif after != before:
+        print(f"{PAGE.name} is out of date: run python scripts/format_table.py", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(update(PAGE, BEGIN, END, make_table(), sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,8 @@ from bench.cluster.simulation import COSTS, Result, Setup, Simulation
 from bench.cluster.trace import BLOCK_TOKENS, load_trace
 from bench.plots import COLOURS, load_pyplot
 from bench.report import Table
-from cllm.cluster.block_hashes import BLOCK_TOKENS as PLACED_TOKENS
-from cllm.cluster.placer import Placer, ReplicaReport, ReplicaSpeed
+from cllm.cluster.placer import BLOCK_TOKENS as PLACED_TOKENS
+from cllm.cluster.placer import ReplicaPlacer, ReplicaReport, ReplicaSpeed
 from cllm.errors import SetupError
 
 REPLICAS = 100
@@ -68,7 +68,7 @@ def run_all(count: int | None, quick: bool, jobs: int) -> dict[str, Runs]:
 
 def measure_decisions(count: int = 2000) -> tuple[float, float]:
     """Median and p99 of a decision for 100 replicas, with blocks of 64 tokens; seconds of a core."""
-    placer = Placer()
+    placer = ReplicaPlacer()
     speed = ReplicaSpeed(prefill_token_s=3e-4, slot_s=10.0, slots=16)
     for number in range(REPLICAS):
         placer.report(number, ReplicaReport(speed=speed, requests={}, blocks=()))

@@ -134,7 +134,6 @@ def calibrate(out: Path | None) -> int:
     chunk = 512
     settings = ServerSettings(parallel=SLOTS, threads=2)
     flags = (
-        "--no-tune",
         "--batch-tokens",
         str(chunk),
         "--draft-tokens",

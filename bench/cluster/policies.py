@@ -11,8 +11,7 @@ from hashlib import blake2b
 
 from bench.cluster.replica import Job, SimulatedReplica
 from bench.cluster.trace import BLOCK_TOKENS
-from cllm.cluster.block_index import BlockIndex
-from cllm.cluster.placer import Placement, Placer, ReplicaReport
+from cllm.cluster.placer import BlockIndex, ReplicaChoice, ReplicaPlacer, ReplicaReport
 
 Replicas = Mapping[int, SimulatedReplica]  # those that are alive
 
@@ -131,8 +130,8 @@ class Expected(Policy):
 
     def __init__(self, replicas: Replicas, seed: int, gateway: int, gateways: int) -> None:
         super().__init__(replicas, seed, gateway, gateways)
-        self.placer = Placer(BLOCK_TOKENS, gateway=gateway, gateways=gateways)
-        self._placements: dict[str, Placement] = {}
+        self.placer = ReplicaPlacer(BLOCK_TOKENS, gateway=gateway, gateways=gateways)
+        self._placements: dict[str, ReplicaChoice] = {}
         self.took_s: list[float] = []  # of each decision
         for number, replica in replicas.items():
             self.placer.report(number, replica.report())

@@ -11,7 +11,7 @@ import sys
 import time
 
 from cllm.backend.base import Row
-from cllm.backend.llama.context import LlamaContext, NativeBatch
+from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.config import EngineConfig
@@ -23,11 +23,9 @@ def main(path: str, prompt: int, output: int, most: int) -> None:
     library, frees = load(gpu=True), DeferredFrees()
     config = EngineConfig(model=path, gpu_layers="all", parallel=most, ctx_size=most * 1024)
     with LlamaModel(library, config, frees) as model, LlamaContext(library, model, config, frees) as context:
-        batch = NativeBatch(library.api, context.batch_tokens, most)
 
         def step(rows: list[Row]) -> None:
-            batch.fill(rows)
-            if (code := context.decode(batch.struct)) != 0:
+            if (code := context.decode(rows)) != 0:
                 sys.exit(f"llama_decode returned {code}")
             library.api.llama_synchronize(context.pointer)
 

@@ -29,10 +29,7 @@ class Size(NamedTuple):
         return f"{self.layers} layers of {self.width}, {self.type.name}"
 
 
-SIZES = {
-    "0.6B": Size(28, 1024, 3072, 16, True, Q.Q8_0),
-    "8B": Size(36, 4096, 12288, 32, False, Q.Q4_0),
-}
+SIZES = {"0.6B": Size(28, 1024, 3072, 16, True, Q.Q8_0), "8B": Size(36, 4096, 12288, 32, False, Q.Q4_0)}
 KEY_VALUE_HEADS, HEAD_WIDTH, CONTEXT = 8, 128, 40960
 
 

@@ -22,7 +22,7 @@ from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.types import Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 
 PROMPT, SLOTS, CELLS, ROUNDS = 64, 64, 1024, 3
 
@@ -75,21 +75,21 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     for owner, name in (*watched, (core, "_report"), (runner, "submit"), (runner.batch_sampler, "sample")):
         times.watch(owner, name, name.strip("_"))
     times.watch(runner, "_wait", "sync")
-    times.between((runner, "_wait"), (runner._context, "decode"), "gap")
+    times.between((runner, "_wait"), (runner.workers, "work_for"), "gap")
     size = runner.vocabulary.size
     sampling = SamplingParams(temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True)
     running = core.scheduler.running
     for number in range(ROUNDS):
         for i in range(streams):
             prompt = tuple((1000 + i * 37 + j * (i + 3)) % (size // 2) for j in range(PROMPT))
-            request = Request(id=f"{number}-{i}", prompt=prompt, max_tokens=output, sampling=sampling)
+            request = Request(id=f"{number}-{i}", prompt=Prompt(prompt), max_tokens=output, sampling=sampling)
             core.scheduler.add(request)
         while core.scheduler.waiting or any(each.pending > 1 for each in running.values()):
             core.step()
         times.seconds.clear()
         known = sum(len(each.tokens) for each in running.values())
         started, steps = time.perf_counter(), 0
-        while all(each.token_limit - len(each.tokens) > 1 + drafts for each in running.values()):
+        while all(each.stopping.token_limit - len(each.tokens) > 1 + drafts for each in running.values()):
             core.step(follow=runner.asynchronous)
             steps += 1
         taken_s = time.perf_counter() - started

@@ -64,12 +64,12 @@ class Row(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """How many lines of logits it yields: first those of `scored`, then those of its outputs."""
+        """Number of lines of logits it yields: first those of `scored`, then those of its outputs."""
         return len(self.scored) + self.outputs
 
 
 class Batch(NamedTuple):
-    """What one step computes: rows in ascending order of seq_id, one row per id.
+    """The rows of one step, in ascending order of seq_id, one row per id.
 
     In an EMBED batch ids mean nothing beyond the step, and rows with `outputs` yield an embedding. A row
     starts at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory
@@ -103,11 +103,6 @@ class StepStatus(Enum):
     BAD_BATCH = "bad_batch"  # -1: refused; memory is as before
     FAILED = "failed"  # < -1: memory may hold part of the step
 
-    @property
-    def memory_intact(self) -> bool:
-        """True when a failed step left KV as it was; otherwise the whole step must be rolled back."""
-        return self in (StepStatus.NO_ROOM, StepStatus.BAD_BATCH)
-
 
 class RowResult(NamedTuple):
     """The tokens accepted for a row, oldest first; empty when it wanted no output."""
@@ -136,7 +131,7 @@ RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it h
 
 
 class DraftCost(NamedTuple):
-    """What drafts add to a decode step of one row, in such steps: verifying at all, and each draft token."""
+    """Cost of drafts in decode steps of one row: of verifying at all, and of each draft token."""
 
     verify: float
     token: float
@@ -149,7 +144,7 @@ class ModelRunner(Protocol):
     limits: Limits
     vocabulary: Vocabulary
     draft_cost: DraftCost | None = None  # as measured at load
-    stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None: not measured
+    stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
 
     def submit(self, batch: Batch) -> None:
@@ -178,14 +173,14 @@ class ModelRunner(Protocol):
         """A new sampler. From any thread, as its first `accept`: what looks back may take long to build."""
 
     def next_position(self, seq_id: int) -> int:
-        """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
+        """Position of the sequence's next token: the highest one in memory plus one, 0 if empty."""
 
     def min_length(self, seq_id: int) -> int:
         """The shortest prefix, other than none, that the sequence can be cut to without a checkpoint."""
         return 0
 
     def checkpoint(self, seq_id: int) -> KVState | None:
-        """What cutting back to this length will take, or None: recurrent states, cells of a sliding window.
+        """Save what cutting back to this length will take: recurrent states, cells of a sliding window.
 
         It is good for as long as the sequence keeps its other cells up to here, in whatever slot.
         """
@@ -200,7 +195,7 @@ class ModelRunner(Protocol):
         """
 
     def settle(self, seq_id: int) -> bool:
-        """Make a sequence that was cut fit to be left alone while others are computed. False: it is lost."""
+        """Make a sequence that was cut safe to leave alone in later steps. False if it is lost."""
         return True
 
     def copy(self, source: int, target: int, length: int) -> int:
@@ -213,18 +208,18 @@ class ModelRunner(Protocol):
         """The sequence's memory as bytes, or None where that is not possible."""
 
     def state_bytes(self, seq_id: int) -> int:
-        """What `save` would return, in bytes."""
+        """Size of what `save` would return, in bytes."""
         return 0
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
-        """Allocated bytes by part: model, kv, buffers (an estimate)."""
+        """Allocated bytes by part: model, kv, buffers."""
         return {}
 
     def state_fingerprint(self) -> str:
-        """What saved memory is valid for: that of another model, build or layout must not be restored."""
+        """Fingerprint of saved memory: that of another model, build or layout must not be restored."""
         return ""
 
     def open_embedding(self) -> None:
@@ -245,7 +240,7 @@ class ModelRunner(Protocol):
 
 
 def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) -> int:
-    """How many physical batches (ubatches) llama.cpp splits these rows into.
+    """Count the physical batches (ubatches) that llama.cpp splits these rows into.
 
     Unified KV: by size alone. Split KV: a ubatch takes a run of consecutive ids and the same number of
     tokens of each, so gaps between ids and rows of unequal length cost extra.

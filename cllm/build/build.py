@@ -37,8 +37,16 @@ from cllm.build.module import (
     describe_time,
     plan_module,
 )
-from cllm.build.options import LEFT_OUT_VARIANTS, SERVER_PROGRAMS, BuildOptions, features, machine, revision
-from cllm.build.sampling import compile_sampling
+from cllm.build.options import (
+    LEFT_OUT_VARIANTS,
+    SERVER_PROGRAMS,
+    BuildOptions,
+    digest,
+    features,
+    find_builds,
+    machine,
+    revision,
+)
 from cllm.build.toolchain import (
     BINDINGS_VERSION,
     BuildError,
@@ -46,23 +54,16 @@ from cllm.build.toolchain import (
     default_jobs,
     fetch_source,
     log,
-    write_record,
 )
 
-__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main", "write_record"]
-
+SAMPLING_SOURCE = Path(__file__).with_name("sampling.c")
+SAMPLING_NAME = "libcllm-sampling.so"  # in a folder of a library for every CPU
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 
 
 def find_built() -> Path | None:
-    """The folder of the newest finished build that suits this CPU, whichever compiler made it."""
-    found: list[tuple[float, Path]] = []
-    for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
-        with contextlib.suppress(OSError, ValueError):
-            info = json.loads(file.read_text(encoding="utf-8"))
-            if info.items() >= _suitable().items():
-                found.append((file.stat().st_mtime, file.parent))
-    return max(found)[1] if found else None
+    """Return the folder of the newest finished build that suits this CPU, whichever compiler made it."""
+    return next(iter(find_builds(_suitable())), None)
 
 
 def _build(arguments: Namespace, force: bool) -> Path:
@@ -73,7 +74,6 @@ def _build(arguments: Namespace, force: bool) -> Path:
         for options in _candidates(arguments, tools, failures):
             target = cache_directory() / "native" / options.key
             if _is_finished(target, force, arguments.programs):
-                (target / "build.json").touch()  # find_built returns the latest
                 return target
             needed = _Tools.find()  # no build succeeds without these, so their errors end the search
             log(f"building llama.cpp: {options}")
@@ -136,7 +136,6 @@ def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
     target = cache_directory() / "native" / options.key
     with _lock():
         if _is_finished(target, arguments.force):
-            (target / "build.json").touch()
             return target
         tools = _Tools.find()
         jobs = arguments.jobs or default_jobs(BYTES_PER_JOB[options.backend])
@@ -170,7 +169,7 @@ def _work_folder(key: str, force: bool, *, alone: bool = False) -> Path:
 
 
 class _Tools(NamedTuple):
-    """What every build needs beside a compiler. The caller holds the build lock."""
+    """Tools of every build beside a compiler. The caller holds the build lock."""
 
     source: Path
     cmake: Path
@@ -244,9 +243,49 @@ def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "lla
         stage.rename(target)
 
 
+def sampling_path() -> Path:
+    """Return the path of sampling in C, compiled for its source and this CPU."""
+    key = digest([SAMPLING_SOURCE.read_text(encoding="utf-8"), machine(), *features()])
+    return cache_directory() / "native" / f"libcllm-sampling-{key}.so"
+
+
+def compile_sampling(compiler: str | None = None, folder: Path | None = None) -> None:
+    """Compile sampling in C, once: for this CPU, or into a `folder` for every CPU of its architecture.
+
+    If it fails a line is printed, and NumPy samples.
+    """
+    path = sampling_path() if folder is None else folder / SAMPLING_NAME
+    if path.exists():
+        return
+    new = path.with_suffix(".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = toolchain.find_compiler(cache_directory() / "tools", compiler)
+    for target in (("-march=native",), ("-mcpu=native",), ()) if folder is None else (("-Wl,--strip-all",),):
+        command = [
+            *found.c,
+            "-O3",
+            *target,
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            str(SAMPLING_SOURCE),
+            "-o",
+            str(new),
+        ]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode == 0:
+            new.replace(path)
+            return
+    log(f"sampling in C could not be compiled, so sampling is slower: {done.stdout.strip()}")
+
+
 def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> bool:
+    """Return True for a build that can be reused; it becomes the newest, which `find_builds` puts first."""
     files = (target / "build.json", *(target / "bin" / name for name in programs))
-    return not force and all(file.exists() for file in files)
+    if force or not all(file.exists() for file in files):
+        return False
+    files[0].touch()
+    return True
 
 
 def _suitable() -> dict[str, Any]:

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BACKENDS = ("cuda", "vulkan")  # the first that has a GPU is taken
 LIMIT_S = 60
@@ -38,7 +39,7 @@ class Gpu(NamedTuple):
 
 
 class Drivers(NamedTuple):
-    """What the drivers answered: the GPUs, and what is wrong with a driver that has an answer but no GPU."""
+    """Answers of the drivers: the GPUs, and the problems of drivers that answer without a GPU."""
 
     gpus: tuple[Gpu, ...] = ()
     problems: tuple[str, ...] = ()
@@ -86,24 +87,25 @@ def _ask_cuda() -> list[Gpu]:
         return []
     if error:
         raise DriverError(f"the NVIDIA driver does not start: CUDA error {error}{_cuda_reason(cuda, error)}")
-    version, count = ctypes.c_int(), ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(version))
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    supported = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    version = _ask(cuda.cuDriverGetVersion)
+    supported = f"CUDA {version // 1000}.{version % 1000 // 10}"
     driver = f"driver {_nvidia_version()} ({supported})" if _nvidia_version() else f"driver for {supported}"
     found = []
-    for index in range(count.value):
-        device, memory = ctypes.c_int(), ctypes.c_size_t()
-        name = ctypes.create_string_buffer(256)
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        cuda.cuDeviceGet(ctypes.byref(device), index)
+    for index in range(_ask(cuda.cuDeviceGetCount)):
+        device, name = _ask(cuda.cuDeviceGet, index), ctypes.create_string_buffer(256)
         cuda.cuDeviceGetName(name, len(name), device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        memory = _ask(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
+        major, minor = (_ask(cuda.cuDeviceGetAttribute, key, device) for key in (_MAJOR, _MINOR))
         text = name.value.decode("utf-8", "replace")
-        found.append(Gpu("cuda", text, memory.value, f"{major.value}{minor.value}", driver))
+        found.append(Gpu("cuda", text, memory, f"{major}{minor}", driver))
     return found
+
+
+def _ask(function: Callable[..., Any], *arguments: int, kind: Any = ctypes.c_int) -> int:
+    """Call a function of CUDA; returns the number that it writes."""
+    value = kind()
+    function(ctypes.byref(value), *arguments)
+    return int(value.value)
 
 
 def _cuda_reason(cuda: ctypes.CDLL, error: int) -> str:
@@ -112,37 +114,18 @@ def _cuda_reason(cuda: ctypes.CDLL, error: int) -> str:
     return f" ({text.value.decode('utf-8', 'replace')})" if text.value else ""
 
 
-def _nvidia_version(file: Path = Path("/sys/module/nvidia/version")) -> str:
+def _nvidia_version() -> str:
     try:
-        return file.read_text(encoding="ascii").strip()
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
-
-
-class _InstanceInfo(ctypes.Structure):
-    """VkInstanceCreateInfo."""
-
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("next", ctypes.c_void_p),
-        ("flags", ctypes.c_uint32),
-        ("application", ctypes.c_void_p),
-        ("layer_count", ctypes.c_uint32),
-        ("layers", ctypes.c_void_p),
-        ("extension_count", ctypes.c_uint32),
-        ("extensions", ctypes.c_void_p),
-    )
 
 
 class _Properties(ctypes.Structure):
     """VkPhysicalDeviceProperties: its limits, which are not read, are 504 bytes, and 20 follow."""
 
     _fields_ = (
-        ("api", ctypes.c_uint32),
-        ("driver", ctypes.c_uint32),
-        ("vendor", ctypes.c_uint32),
-        ("device", ctypes.c_uint32),
-        ("type", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("api", "driver", "vendor", "device", "type")),
         ("name", ctypes.c_char * 256),
         ("rest", ctypes.c_uint64 * 128),
     )
@@ -164,7 +147,7 @@ class _MemoryProperties(ctypes.Structure):
 
 
 def _has_device_file() -> bool:
-    """Whether the kernel has a GPU; else Vulkan would load all its drivers to find none, in half a second."""
+    """Return True if the kernel has a GPU. To find none, Vulkan would load all drivers, in half a second."""
     names = ("dri/renderD*", "nvidia[0-9]*", "dxg", "kgsl-3d0", "mali[0-9]*")
     return not sys.platform.startswith("linux") or any(any(_DEVICE_FILES.glob(name)) for name in names)
 
@@ -178,7 +161,7 @@ def _ask_vulkan() -> list[Gpu]:
     except OSError:
         return []
     instance, count = ctypes.c_void_p(), ctypes.c_uint32()
-    info = _InstanceInfo(type=1)  # VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO
+    info = (ctypes.c_uint64 * 8)(1)  # VkInstanceCreateInfo with its type, and no layers or extensions
     if vulkan.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(instance)):
         return []  # no driver: the loader alone is installed with many programs
     vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None)

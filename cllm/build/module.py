@@ -7,27 +7,18 @@ serves machines with and without the GPU. Standard library only.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
 import subprocess
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cllm.build.gpus import BACKENDS, Drivers, Gpu
-from cllm.build.options import CMAKE_OPTIONS, digest, machine
-from cllm.build.toolchain import (
-    BINDINGS_VERSION,
-    BuildError,
-    Compiler,
-    cache_directory,
-    default_jobs,
-    has_header,
-)
+from cllm.build.options import CMAKE_OPTIONS, digest, find_builds, machine
+from cllm.build.toolchain import BINDINGS_VERSION, BuildError, Compiler, default_jobs, has_header
 
 NVCC_FOLDER = "/usr/local/cuda/bin"  # where NVIDIA's packages have it
 GPU_CHOICES = ("auto", *BACKENDS, "none")
@@ -78,7 +69,7 @@ class Module(NamedTuple):
     architectures: frozenset[str]
 
     def suits(self, gpus: tuple[Gpu, ...]) -> bool:
-        """Whether there is a GPU for it, and none that it has no code for: ggml would use that too."""
+        """Return True if there are GPUs, and code for each: ggml would use all of them."""
         wanted = {gpu.architecture for gpu in gpus}
         return bool(gpus) and (not self.architectures or wanted <= self.architectures)
 
@@ -139,7 +130,7 @@ class ModuleOptions:
 
 
 def describe_time(backend: str, jobs: int = 0) -> str:
-    """How long the build of a backend takes with so many compilers; 0: as many as this machine runs."""
+    """Describe the duration of a backend's build. `jobs` of 0 stands for as many as this machine runs."""
     minutes = math.ceil(_CORE_MINUTES[backend] / (jobs or default_jobs(BYTES_PER_JOB[backend])))
     return f"about {minutes} minute{'s' if minutes > 1 else ''}, once"
 
@@ -150,17 +141,15 @@ def module_revision() -> str:
 
 
 def find_modules() -> list[Module]:
-    """The finished modules of this version for this kind of machine, the newest first. Asks no driver."""
+    """Return the finished modules of this version for this kind of machine, the newest first.
+
+    Asks no driver.
+    """
     wanted = {"version": BINDINGS_VERSION, "machine": machine(), "recipe": module_revision()}
-    found: list[tuple[float, Module]] = []
-    for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
-        with suppress(OSError, ValueError, KeyError):
-            info = json.loads(file.read_text(encoding="utf-8"))
-            if info.items() >= wanted.items():
-                path = file.parent / f"libggml-{info['backend']}.so"
-                module = Module(path, info["backend"], frozenset(info["architectures"]))
-                found.append((file.stat().st_mtime, module))
-    return [module for _, module in sorted(found, reverse=True)]
+    return [
+        Module(folder / f"libggml-{info['backend']}.so", info["backend"], frozenset(info["architectures"]))
+        for folder, info in find_builds(wanted).items()
+    ]
 
 
 def choose_module(modules: list[Module], drivers: Drivers) -> Module | None:

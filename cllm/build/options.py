@@ -6,15 +6,19 @@ Standard library only: this runs before the dependencies are installed.
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from cllm.build.toolchain import BINDINGS_VERSION, Compiler
+from cllm.build.toolchain import BINDINGS_VERSION, Compiler, cache_directory
 
 # libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
 # low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
@@ -58,10 +62,7 @@ __attribute__((visibility("hidden"))) uint32_t arc4random(void) {
     return value;
 }
 """
-LEFT_OUT_VARIANTS = (
-    "armv9.2_1",
-    "armv9.2_2",
-)  # SME is used by kernels that are not built; GCC 12 lacks it, too
+LEFT_OUT_VARIANTS = "armv9.2_1", "armv9.2_2"  # SME serves kernels that are not built; GCC 12 lacks it
 SERVER_PROGRAMS = ("llama-server", "llama-bench")
 
 # What ggml has switches for, where the build is not for this very CPU; as /proc/cpuinfo calls them.
@@ -115,7 +116,7 @@ class BuildOptions:
         return arguments
 
     def _variant_lines(self, work: Path) -> Iterator[str]:
-        """What CMake has to change of the variants. Writes the files that it needs into `work`."""
+        """Return CMake's calls that change the variants. Write the files that they need into `work`."""
         (work / "hidden.map").write_text(_HIDDEN, encoding="utf-8")
         (work / "random.c").write_text(_RANDOM, encoding="utf-8")
         yield f"target_sources llama PRIVATE {work / 'random.c'}"
@@ -154,6 +155,17 @@ def _optimisation_file(work: Path, *more: str) -> Path:
     return file
 
 
+def find_builds(wanted: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Return the finished builds whose `build.json` has the `wanted` entries, by folder, the newest first."""
+    found: list[tuple[float, Path, dict[str, Any]]] = []
+    for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
+        with suppress(OSError, ValueError):
+            info = json.loads(file.read_text(encoding="utf-8"))
+            if info.items() >= wanted.items():
+                found.append((file.stat().st_mtime, file.parent, info))
+    return {folder: info for _, folder, info in sorted(found, key=itemgetter(0), reverse=True)}
+
+
 def digest(words: list[str]) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
@@ -180,17 +192,17 @@ def features() -> tuple[str, ...]:
     if sys.platform == "darwin":
         names = _sysctl_features()
     else:
-        lists = map(read_cpuinfo().get, ("flags", "features", "isa"))
+        lists = map(_read_cpuinfo().get, ("flags", "features", "isa"))
         names = {word for words in lists if words for word in words.lower().split()}
     if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
         names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
     return tuple(sorted(names))
 
 
-def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def _read_cpuinfo() -> dict[str, str]:
     """The entries of /proc/cpuinfo, names in lower case, of the first processor that has them."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     entries = (line.partition(":") for line in reversed(lines))

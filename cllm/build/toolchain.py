@@ -66,7 +66,7 @@ def write_record(path: Path, data: bytes) -> None:
 
 
 def source_directory() -> Path:
-    """Where the sdist is, or is to be, unpacked."""
+    """Return the folder that the sdist is unpacked into."""
     return cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
 
 
@@ -142,7 +142,7 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
 
 
 def has_header(compiler: Compiler, header: str) -> bool:
-    """Whether C++ sources can include it."""
+    """Return True if C++ sources can include the header."""
     return _preprocess(compiler.cxx, source=f"#include <{header}>\n", language="c++") is not None
 
 
@@ -191,8 +191,8 @@ def default_jobs(bytes_per_job: int = 2**30) -> int:
     return max(1, min(cores, memory // bytes_per_job))
 
 
-def last_lines(text: str, count: int = 30) -> str:
-    return "\n".join(text.rstrip().splitlines()[-count:])
+def last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-30:])
 
 
 def _identify(c: tuple[str, ...], cxx: tuple[str, ...]) -> Compiler | None:

@@ -10,7 +10,7 @@ import msgspec
 
 from cllm.errors import InvalidRequest
 from cllm.text.chat_format import Tool
-from cllm.text.folding import THOUGHTS
+from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
@@ -19,7 +19,7 @@ THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model replies to. Messages have `role`, `content` and, in OpenAI's shape, `tool_calls`
+    """Messages for the model to reply to. They have `role`, `content` and, in OpenAI's shape, `tool_calls`
     (arguments as JSON text) and `tool_call_id`."""
 
     messages: tuple[dict[str, Any], ...]
@@ -33,38 +33,41 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
     prediction: str = ""  # what most of the reply will repeat
 
-    @property
-    def _continued(self) -> dict[str, Any]:
-        """The assistant's message that the reply continues, or an empty one."""
+    def for_template(self) -> Chat:
+        """The conversation as the tokenizer takes it. A reply continues an assistant's message at its end."""
         last = self.messages[-1]
-        return last if self.continued and last["role"] == "assistant" and not last.get("tool_calls") else {}
-
-    @property
-    def prefill(self) -> str:
-        """The text that the reply continues: that of an assistant's message at the end."""
-        return str(self._continued.get("content") or "")
-
-    def for_template(self, *, constrained: bool = False) -> Chat:
-        """The conversation as the tokenizer takes it; a constrained answer opens its reasoning at once."""
-        continued = self._continued
+        goes_on = self.continued and last["role"] == "assistant" and not last.get("tool_calls")
+        continued = last if goes_on else {}
         switches = [self.options.get(name) for name in ("enable_thinking", "thinking")]
         return Chat(
             messages=self.messages[:-1] if continued else self.messages,
-            tools=tuple(tool.for_template() for tool in self.tools),
+            tools=self.tools,
+            forced=self.forced,
+            parallel=self.parallel,
             options=self.options,
-            prefill=self.prefill,
+            prefill=str(continued.get("content") or ""),
             think=self.think and False not in switches,
-            opened=constrained,
             thoughts=get_thoughts(continued),
+            reasoning_budget=self.reasoning_budget if self.think else None,
         )
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether tools may or must be called, and which."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] = ()  # only these; empty: any
     parallel: bool = True
+
+    @classmethod
+    def of(cls, mode: Literal["none", "auto", "required", "any"], *, parallel: bool) -> ToolChoice:
+        """The choice of a mode; `any` is `required` in the words of others."""
+        return cls(mode="required" if mode == "any" else mode, parallel=parallel)
+
+    @classmethod
+    def only(cls, name: str) -> ToolChoice:
+        """The choice of one tool, which must be called."""
+        return cls(mode="required", names=(name,), parallel=False)
 
     def check(self, names: Sequence[str]) -> None:
         """Raises ValueError if names of tools repeat, or if a tool that must be called is missing."""
@@ -123,6 +126,19 @@ class MessageBuilder:
     def add_tool_result(self, call_id: str | None, text: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
+    def add_all(self, given: Sequence[Any]) -> None:
+        """Add messages or items of an API, which have a `role` and `add_to`. Raises InvalidRequest."""
+        answered = count_answered([one.role or "" for one in given])
+        for index, one in enumerate(given):
+            self.answered = index < answered
+            one.add_to(self)
+
+    def build(self) -> tuple[dict[str, Any], ...]:
+        """The messages; raises InvalidRequest where there are none."""
+        if not self.messages:
+            raise InvalidRequest(f"{self._field}: no content", self._field)
+        return tuple(self.messages)
+
     def _assistant(self) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
@@ -147,7 +163,7 @@ def refuse_media(kind: str, field: str) -> str:
 
 
 def count_answered(roles: Sequence[str]) -> int:
-    """How many messages have been answered. A message of the assistant at the end is not an answer yet."""
+    """Count the messages that have been answered. The assistant's message at the end is no answer yet."""
     ended = [index for index, role in enumerate(roles[:-1]) if role == "assistant"]
     return ended[-1] + 1 if ended else 0
 
@@ -176,7 +192,9 @@ def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
             raise InvalidRequest(refuse_media(kind, "messages"), "messages")
         else:
             texts.append(note_media(kind))
-    normalized = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
+    normalized = {
+        key: value for key, value in message.items() if value is not None and key not in REASONING_FIELDS
+    }
     normalized |= {"role": role, "content": MESSAGE_JOINT.join(texts)}
     if called := normalized.pop("function_call", None):
         normalized["tool_calls"] = [{"function": called}]
@@ -187,14 +205,11 @@ def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
 
 def get_thoughts(message: dict[str, Any]) -> str:
     """The reasoning of an assistant's message or part, under whichever name it comes."""
-    found = next((message[name] for name in (*THOUGHTS, "text") if _is_thought(message, name)), "")
+    given = (message.get(name) for name in (*REASONING_FIELDS, "text"))
+    found = next((thoughts for thoughts in given if thoughts and isinstance(thoughts, str | list)), "")
     if isinstance(found, list):  # Mistral's parts
         return "".join(part["text"] for part in found if isinstance(part, dict) and "text" in part)
     return found
-
-
-def _is_thought(message: dict[str, Any], name: str) -> bool:
-    return bool(message.get(name)) and isinstance(message[name], str | list)
 
 
 def make_template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:

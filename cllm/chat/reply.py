@@ -8,11 +8,15 @@ from enum import Enum
 
 import msgspec
 
-from cllm.errors import from_code
-from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.text.output_parser import (
+    ContentText,
+    OutputEvent,
+    OutputParser,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
-
-ParsedOutput = tuple[list[OutputEvent], RequestOutput]  # a step's output and the events parsed from it
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -62,6 +66,7 @@ class Block(msgspec.Struct):
     kind: BlockKind
     id: str  # hexadecimal digits; each API adds its own prefix
     name: str = ""  # of the called tool
+    call: int = 0  # of a call: how many came before it
     pieces: list[str] = []
     logprobs: list[TokenLogprob] = []  # of content, where they were asked for
     cut: bool = False  # ended by the length limit
@@ -94,10 +99,11 @@ BlockEvent = BlockStart | BlockDelta | BlockEnd
 class ReplyBuilder:
     """Accumulates one reply. At most one block is open, and each block that starts also ends.
 
-    A finished reply has at least one block: an empty one has an empty text.
+    A finished reply has at least one block: an empty one has an empty text. Without a parser all is text.
     """
 
-    def __init__(self, steps: Iterable[ParsedOutput] = ()) -> None:
+    def __init__(self, parser: OutputParser | None = None, outputs: Iterable[RequestOutput] = ()) -> None:
+        self._parser = parser
         self.blocks: list[Block] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -108,8 +114,8 @@ class ReplyBuilder:
         self.reasoning_tokens = 0  # all tokens of a step count as the block that the step ends in
         self._open: Block | None = None
         self._held: list[TokenLogprob] = []  # of tokens whose text the parser holds back
-        for events, output in steps:
-            self.add(events, output)
+        for output in outputs:
+            self.add(output)
 
     def join(self, kind: BlockKind) -> str:
         """The text of all blocks of one kind."""
@@ -134,9 +140,16 @@ class ReplyBuilder:
             others=tuple(others),
         )
 
-    def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[BlockEvent]:
-        """Add a step; the last one ends the open block."""
+    def add(self, output: RequestOutput) -> list[BlockEvent]:
+        """Add a step's output; the last one ends the open block."""
+        events = self._parse(output)
         self.tokens += output.tokens
+        plain = output.finish_reason is None and not output.logprobs and not output.prompt_logprobs
+        if plain and len(events) == 1 and self._open is not None and self._open.kind is BlockKind.TEXT:
+            event = events[0]
+            if type(event) is ContentText and not self._held:  # nearly every step of an answer
+                self._open.pieces.append(event.text)
+                return [BlockDelta(self._open, event.text)]
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self._held += output.logprobs
@@ -154,6 +167,14 @@ class ReplyBuilder:
         if output.finish_reason is not None:
             changes += self._finish(output)
         return changes
+
+    def _parse(self, output: RequestOutput) -> list[OutputEvent]:
+        if self._parser is None:
+            return [ContentText(output.text)] if output.text else []
+        events = self._parser.feed(output.text) if output.text else []
+        if output.finish_reason is None:
+            return events
+        return events + self._parser.finish(cut=output.finish_reason is not FinishReason.STOP)
 
     def _add_event(self, event: OutputEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
         if isinstance(event, ToolCallStart):
@@ -178,7 +199,7 @@ class ReplyBuilder:
         return changes + self._end()
 
     def _start(self, kind: BlockKind, name: str = "") -> BlockEvent:
-        self._open = Block(len(self.blocks), kind, secrets.token_hex(12), name)
+        self._open = Block(len(self.blocks), kind, secrets.token_hex(12), name, len(self.tool_calls))
         self.blocks.append(self._open)
         return BlockStart(self._open)
 
@@ -197,27 +218,14 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     reply: ChatReply | None = None
 
 
-class ChunkBuilder:
-    """Turns the events of n choices into chunks."""
-
-    def __init__(self, n: int) -> None:
-        self._replies = [ReplyBuilder() for _ in range(n)]
-
-    def add(self, choice: int, events: Sequence[OutputEvent], output: RequestOutput) -> Iterator[ChatChunk]:
-        """The chunks of a step. Raises the error that a choice ended with."""
-        if output.error is not None:
-            raise from_code(output.error.code, output.error.message)
-        for change in self._replies[choice].add(events, output):
-            block, text = change.block, change.text if isinstance(change, BlockDelta) else ""
-            if block.kind is BlockKind.TOOL_CALL:
-                if not isinstance(change, BlockEnd):
-                    yield ChatChunk(choice=choice, tool_call=block.as_tool_call(text))
-            elif text and block.kind is BlockKind.TEXT:
-                yield ChatChunk(choice=choice, text=text)
-            elif text:
-                yield ChatChunk(choice=choice, reasoning=text)
-
-    def last(self) -> ChatChunk:
-        """The chunk that ends the stream, after all choices have finished."""
-        first, *others = self._replies
-        return ChatChunk(reply=first.reply([other.reply() for other in others]))
+def make_chunks(choice: int, changes: Iterable[BlockEvent]) -> Iterator[ChatChunk]:
+    """The chunks of a step."""
+    for change in changes:
+        block, text = change.block, change.text if isinstance(change, BlockDelta) else ""
+        if block.kind is BlockKind.TOOL_CALL:
+            if not isinstance(change, BlockEnd):
+                yield ChatChunk(choice=choice, tool_call=block.as_tool_call(text))
+        elif text and block.kind is BlockKind.TEXT:
+            yield ChatChunk(choice=choice, text=text)
+        elif text:
+            yield ChatChunk(choice=choice, reasoning=text)

@@ -1,4 +1,4 @@
-"""`cllm chat`: a conversation on the terminal, with a running server or with a model that is loaded here."""
+"""`cllm chat` and `cllm run`: answers on the terminal, of a running server or of a model loaded here."""
 
 from __future__ import annotations
 
@@ -10,32 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
-from cllm.cli.answers import open_source
 from cllm.cli.client import Url
-from cllm.cli.dialog import Chat
-from cllm.cli.options import fail
+from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, Transcript, open_source
 from cllm.cli.terminal import Screen
-from cllm.cli.transcript import Transcript
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, SetupError
+from cllm.errors import SetupError
 from cllm.logs import configure_logging
+from cllm.types import SamplingParams
 
-Think = Annotated[str, typer.Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")]
+MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
+THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
 
 
 def chat_command(
     model: Annotated[
         str,
         typer.Argument(
-            envvar="CLLM_MODEL",
-            metavar="MODEL",
-            show_default=False,
-            help="File, hf:… or name. None: the server's, or embedded",
+            **MODEL, show_default=False, help="File, hf:… or name. None: the server's, or embedded"
         ),
     ] = "",
     url: Url = "",
     system: Annotated[str, typer.Option(metavar="TEXT", help="System prompt.", show_default=False)] = "",
-    think: Think = "on",
+    think: Annotated[str, typer.Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")] = "on",
     local: Annotated[
         bool, typer.Option("--local", help="Load the model here, whatever server runs.")
     ] = False,
@@ -45,9 +41,7 @@ def chat_command(
             min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: by memory."
         ),
     ] = 0,
-    threads: Annotated[
-        int, typer.Option(min=0, metavar="N", envvar="CLLM_THREADS", help="Its threads. 0: one per core.")
-    ] = 0,
+    threads: Annotated[int, typer.Option(**THREADS, help="Its threads. 0: one per core.")] = 0,
     offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model.")] = False,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL", metavar="LEVEL")] = "warning",
 ) -> None:
@@ -61,37 +55,25 @@ def chat_command(
     interactive = sys.stdin.isatty() and screen.is_terminal
     question = "" if interactive else sys.stdin.read().strip()
     config = EngineConfig(model=model, parallel=1, ctx_size=ctx_size, threads=threads, offline=offline)
+    if think not in ("on", "off", "hide"):
+        raise SetupError(f"--think {think}: there are on, off and hide")
+    if not (interactive or question):
+        raise SetupError("there is no question: standard input is empty")
     try:
-        transcript = make_transcript(system, think)
-        if not (interactive or question):
-            raise SetupError("there is no question: standard input is empty")
-        source = open_source(model, url, config, _report, local=local)
-        with closing(source):
-            chat = Chat(source, transcript, screen)
+        with closing(open_source(model, url, config, _report, local=local)) as source:
+            dialog = Dialog(source, Transcript(system=system, think=think), screen)  # type: ignore[arg-type]
             if interactive:
                 from cllm.cli.chat_commands import ChatLoop  # prompt_toolkit comes along
 
-                ChatLoop(chat, history_path()).run()
+                state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+                ChatLoop(dialog, Path(state, "cllm", "chat_history").expanduser()).run()
             else:
-                _answer_once(chat, question)
-    except CllmError as error:
-        raise fail(error, 2 if isinstance(error, SetupError) else 1) from None
+                dialog.transcript.ask(question)
+                if not dialog.answer():
+                    raise KeyboardInterrupt
+                _report(dialog.describe_last())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def history_path() -> Path:
-    """Where questions are remembered: in the user's state folder."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state, "cllm", "chat_history").expanduser()
-
-
-def make_transcript(system: str, think: str) -> Transcript:
-    """An empty transcript. Raises SetupError for another way to think than there is."""
-    if think not in ("on", "off", "hide"):
-        raise SetupError(f"--think {think}: there are on, off and hide")
-    settings: dict[str, Any] = {"system": system, "think": think}
-    return Transcript(**settings)
 
 
 def _report(text: str) -> None:
@@ -99,9 +81,36 @@ def _report(text: str) -> None:
         typer.echo(text, err=True)
 
 
-def _answer_once(chat: Chat, question: str) -> None:
-    chat.transcript.ask(question)
-    if not chat.answer():
-        raise KeyboardInterrupt
-    if sys.stderr.isatty():
-        typer.echo(chat.describe_last(), err=True)
+def run_command(
+    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
+    model: Annotated[str, typer.Option(**MODEL, help="File, hf:… or name; none: the embedded one")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Same seed, same text")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
+    ] = False,
+    threads: Annotated[int, typer.Option(**THREADS, help="0: one per core")] = 0,
+    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
+    log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
+) -> None:
+    """Answer one prompt and print it as it comes."""
+    from cllm.llm import LLM
+
+    configure_logging(log_level)
+    screen = Screen()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = SamplingParams(temperature=temperature, seed=seed)
+    config = EngineConfig(parallel=1, threads=threads, offline=offline)
+    with LLM(model, config=config) as llm:
+        chat = not raw and llm.info.chat_template is not None
+        question = [{"role": "user", "content": text}] if chat else text
+        stats = AnswerStats()
+        stream = llm.stream(question, sampling, max_tokens=max_tokens)
+        for piece in stream:
+            stats.see_piece()
+            screen.write(piece)
+        screen.end()
+        if (usage := stream.usage) is not None:
+            stats.end = AnswerEnd(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+            _report(f"[{stats.describe(llm.limits.request_tokens)}]")

@@ -1,31 +1,123 @@
-"""The loop of `cllm chat` on a terminal: questions, commands, Ctrl-C and Ctrl-D."""
+"""The loop of `cllm chat` on a terminal: input with history and completion, commands, Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cllm.cli.dialog import Chat
-from cllm.cli.line_input import CommandCompleter, clean, open_session
-from cllm.cli.transcript import SETTINGS, Transcript, read_text
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from cllm.cli.conversation import SETTINGS, Dialog, Transcript, read_text
 from cllm.errors import CllmError, InvalidRequest
 from cllm.fields import describe_unknown
 
+QUOTES = '"""'
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-PATHS = ("file", "save", "load", "json")  # commands that a path follows
 LEAVE = "Ctrl-C again, Ctrl-D or /bye leaves"
+THINK = {
+    "on": "reasoning is shown",
+    "off": "the model answers without reasoning, where its template can switch it off",
+    "hide": "reasoning is folded",
+}
+Words = Callable[[], Iterable[str]]
+
+
+def continues(text: str) -> bool:
+    """Return True if Enter begins a new line of the text instead of sending it."""
+    return text.endswith("\\") or text.count(QUOTES) % 2 == 1
+
+
+def clean(text: str) -> str:
+    """A text without what made it continue."""
+    text = text.strip()
+    if text.startswith(QUOTES):
+        text = text[len(QUOTES) :].removesuffix(QUOTES).strip("\n")
+    return text.replace("\\\n", "\n")
 
 
 class Command(NamedTuple):
-    """A command of the chat: what follows it, what it does, and what could follow it."""
+    """A command of the chat, the words that follow it, and those that complete it."""
 
     run: Callable[[str], None]
     usage: str
     help: str
-    words: Callable[[], Iterable[str]] | None = None
+    words: Words | None = None
+
+    @property
+    def takes_path(self) -> bool:
+        return "PATH" in self.usage or "FILE" in self.usage
+
+    @property
+    def needs_argument(self) -> bool:
+        return bool(self.usage) and not self.usage.startswith("[")
+
+
+class CommandCompleter(Completer):
+    """Completes commands, and the words or paths that follow them."""
+
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        self._commands = commands
+        self._files = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        command, space, rest = text[1:].partition(" ")
+        known = self._commands.get(command)
+        if space and known is not None and known.takes_path:
+            yield from self._files.get_completions(Document(rest), complete_event)
+            return
+        words = (known.words() if known and known.words else ()) if space else self._commands
+        begun = rest if space else command
+        for word in words:
+            if word.startswith(begun):
+                yield Completion(word, start_position=-len(begun))
+
+
+def open_history(path: Path) -> History:
+    """The history in a file that only this user can read; without a file where none can be written."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        path.chmod(0o600)  # where it was there
+        return FileHistory(str(path))
+    return InMemoryHistory()
+
+
+def open_session(history: Path, completer: Completer) -> PromptSession[str]:
+    """Enter sends a text that does not continue; Alt-Enter begins a new line."""
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        if continues(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        ">>> ",
+        multiline=True,
+        prompt_continuation="... ",
+        key_bindings=bindings,
+        history=open_history(history),
+        completer=completer,
+        complete_while_typing=False,
+        enable_open_in_editor=False,
+    )
 
 
 class Leave(Exception):
@@ -35,13 +127,12 @@ class Leave(Exception):
 class ChatLoop:
     """Reads questions and commands until the user leaves."""
 
-    def __init__(self, chat: Chat, history: Path) -> None:
-        self._chat, self._screen = chat, chat.screen
+    def __init__(self, dialog: Dialog, history: Path) -> None:
+        self._dialog, self._screen = dialog, dialog.screen
         self._files: list[Path] = []  # for the next question
         self._interrupted = False  # by Ctrl-C, and nothing was entered since
         self.commands = self._make_commands()
-        completer = CommandCompleter({name: each.words for name, each in self.commands.items()}, PATHS)
-        self._session = open_session(history, completer)
+        self._session = open_session(history, CommandCompleter(self.commands))
 
     def _make_commands(self) -> dict[str, Command]:
         return {
@@ -49,9 +140,7 @@ class ChatLoop:
             "set": Command(
                 self._set, "[NAME [VALUE]]", "show or change a setting, as temperature 0.2", lambda: SETTINGS
             ),
-            "think": Command(
-                self._think, "on|off|hide", "reasoning: shown, none, folded", lambda: ("on", "off", "hide")
-            ),
+            "think": Command(self._think, "on|off|hide", "reasoning: shown, none, folded", lambda: THINK),
             "file": Command(self._file, "PATH", "put a text file into the next question"),
             "json": Command(self._json, "[SCHEMA|FILE|off]", "answers are JSON: any object, or by a schema"),
             "retry": Command(self._retry, "", "answer the last question again"),
@@ -60,7 +149,7 @@ class ChatLoop:
             "save": Command(self._save, "PATH", "write the chat to a file"),
             "load": Command(self._load, "PATH", "continue a chat from a file"),
             "model": Command(
-                self._model, "[NAME]", "list the models, or change to one", self._chat.source.list_models
+                self._model, "[NAME]", "list the models, or change to one", self._dialog.source.list_models
             ),
             "stats": Command(self._stats, "", "tokens, speed and context so far"),
             "help": Command(self._help, "", "this list"),
@@ -69,7 +158,7 @@ class ChatLoop:
 
     def run(self) -> None:
         """Until the user leaves."""
-        source = self._chat.source
+        source = self._dialog.source
         self._screen.remark(f"{source.name} ({source.where}); /help lists the commands")
         while True:
             try:
@@ -88,7 +177,7 @@ class ChatLoop:
             except Leave:
                 return
             except CllmError as error:
-                kept = "; /retry asks again" if self._chat.transcript.unanswered else ""
+                kept = "; /retry asks again" if self._dialog.transcript.unanswered else ""
                 self._screen.say(f"cllm: {error}{kept}")
             except KeyboardInterrupt:  # in a command
                 self._interrupted = True
@@ -101,18 +190,21 @@ class ChatLoop:
         if found is None:
             question = "".join(_quote(path) for path in self._files) + text
             self._files = []
-            self._chat.transcript.ask(question)
+            self._dialog.transcript.ask(question)
             self._answer()
             return
         name, rest = {"exit": "bye", "quit": "bye", "?": "help"}.get(found[1], found[1]), found[2] or ""
         if name not in self.commands:
             known = describe_unknown(name, self.commands)
             raise InvalidRequest(f"there is no command {known}; /help lists them")
-        self.commands[name].run(rest.strip())
+        command, rest = self.commands[name], rest.strip()
+        if command.needs_argument and not rest:
+            raise InvalidRequest(f"say /{name} {command.usage}")
+        command.run(rest)
 
     def _answer(self) -> None:
-        if self._chat.answer():
-            self._screen.remark(self._chat.describe_last())
+        if self._dialog.answer():
+            self._screen.remark(self._dialog.describe_last())
         else:
             self._interrupted = True
             self._screen.remark(f"stopped; {LEAVE}")
@@ -120,40 +212,33 @@ class ChatLoop:
     # The commands ------------------------------------------------------------------------------------
 
     def _system(self, rest: str) -> None:
-        transcript = self._chat.transcript
+        transcript = self._dialog.transcript
         if rest:
             transcript.system = "" if rest == "off" else rest
         self._screen.say(transcript.system or "there is no system prompt")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
-        transcript = self._chat.transcript
+        transcript = self._dialog.transcript
         if name:
             transcript.set(name, value.strip())
         shown = ", ".join(f"{key} {json.dumps(value)}" for key, value in transcript.settings.items())
         self._screen.say(shown or f"all settings are the defaults; there are {', '.join(SETTINGS)}")
 
     def _think(self, rest: str) -> None:
-        ways: dict[str, Any] = {
-            "on": "reasoning is shown",
-            "off": "the model answers without reasoning, where its template can switch it off",
-            "hide": "reasoning is folded",
-        }
-        if rest not in ways:
+        if rest not in THINK:
             raise InvalidRequest("say /think on, off or hide")
-        self._chat.transcript.think = rest  # type: ignore[assignment]
-        self._screen.say(ways[rest])
+        self._dialog.transcript.think = rest  # type: ignore[assignment]
+        self._screen.say(THINK[rest])
 
     def _file(self, rest: str) -> None:
-        if not rest:
-            raise InvalidRequest("say /file PATH")
         path = Path(rest).expanduser()
         size = len(read_text(path))
         self._files.append(path)
         self._screen.say(f"{path.name}, {size:,} characters, goes into the next question")
 
     def _json(self, rest: str) -> None:
-        transcript = self._chat.transcript
+        transcript = self._dialog.transcript
         if rest == "off":
             transcript.schema = None
         elif not rest:
@@ -174,37 +259,33 @@ class ChatLoop:
         )
 
     def _retry(self, rest: str) -> None:
-        if not self._chat.transcript.drop_answer():
+        if not self._dialog.transcript.drop_answer():
             raise InvalidRequest("there is no question yet")
         self._answer()
 
     def _undo(self, rest: str) -> None:
-        transcript = self._chat.transcript
+        transcript = self._dialog.transcript
         if not transcript.drop_turn():
             raise InvalidRequest("there is no question to forget")
         self._screen.say(f"forgotten; {_count(transcript)} left")
 
     def _clear(self, rest: str) -> None:
-        self._chat.transcript.messages.clear()
+        self._dialog.transcript.messages.clear()
         self._screen.say("all is forgotten but the system prompt and the settings")
 
     def _save(self, rest: str) -> None:
-        if not rest:
-            raise InvalidRequest("say /save PATH")
-        self._chat.transcript.model = self._chat.source.name
-        self._chat.transcript.save(Path(rest))
-        self._screen.say(f"saved to {rest}: {_count(self._chat.transcript)}")
+        self._dialog.transcript.model = self._dialog.source.name
+        self._dialog.transcript.save(Path(rest))
+        self._screen.say(f"saved to {rest}: {_count(self._dialog.transcript)}")
 
     def _load(self, rest: str) -> None:
-        if not rest:
-            raise InvalidRequest("say /load PATH")
         loaded = Transcript.load(Path(rest))
-        self._chat.transcript = loaded
-        other = f"; it was with {loaded.model}" if loaded.model != self._chat.source.name else ""
+        self._dialog.transcript = loaded
+        other = f"; it was with {loaded.model}" if loaded.model != self._dialog.source.name else ""
         self._screen.say(f"loaded from {rest}: {_count(loaded)}{other}")
 
     def _model(self, rest: str) -> None:
-        source = self._chat.source
+        source = self._dialog.source
         if rest:
             source.change_model(rest)
             self._screen.say(f"{source.name} answers now")
@@ -213,15 +294,15 @@ class ChatLoop:
             self._screen.say(f"{'*' if name == source.name else ' '} {name}")
 
     def _stats(self, rest: str) -> None:
-        source, stats = self._chat.source, self._chat.stats
+        source, stats = self._dialog.source, self._dialog.stats
         tokens, seconds = sum(each.tokens for each in stats), sum(each.seconds for each in stats)
         speed = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
         self._screen.say(f"model    {source.name} ({source.where})")
         self._screen.say(
-            f"chat     {_count(self._chat.transcript)}, {len(stats)} answers, {tokens:,} tokens{speed}"
+            f"chat     {_count(self._dialog.transcript)}, {len(stats)} answers, {tokens:,} tokens{speed}"
         )
         if stats:
-            self._screen.say(f"last     {self._chat.describe_last()}")
+            self._screen.say(f"last     {self._dialog.describe_last()}")
 
     def _help(self, rest: str) -> None:
         for name, command in self.commands.items():

@@ -1,9 +1,10 @@
-"""Client of a running server: its address, its key, its models, its answers."""
+"""Client of a running server, and the commands that list, load and unload its models."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -13,25 +14,22 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
+from cllm.cli.terminal import AsJson, print_columns
 from cllm.config import ServerConfig
-from cllm.errors import CllmError, ServerUnreachable, from_code
+from cllm.errors import CllmError, Forbidden, ModelNotFound, NotFound, ServerUnreachable, from_code
+from cllm.models.files import format_size
 
-URL_VARIABLE, KEY_VARIABLE = "CLLM_URL", "CLLM_API_KEY"
+KEY_VARIABLE = "CLLM_API_KEY"
 CONNECT_S = 3.0
 READ_S = 600.0  # a server that computes a long prompt is silent meanwhile
 DATA = "data:"
 Url = Annotated[
     str,
     typer.Option(
-        "--url", envvar=URL_VARIABLE, metavar="URL", show_default=False, help="Address of the server."
+        "--url", envvar="CLLM_URL", metavar="URL", show_default=False, help="Address of the server."
     ),
 ]
-
-
-def default_url() -> str:
-    """Where `cllm serve` listens unless it is configured otherwise."""
-    server = ServerConfig()
-    return f"http://{server.host}:{server.port}"
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model that the server has.")]
 
 
 def get_key() -> str:
@@ -40,7 +38,7 @@ def get_key() -> str:
 
 
 def _is_here(url: str) -> bool:
-    """Whether an address is one of this machine only."""
+    """Return True for an address of this machine only."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback
@@ -48,7 +46,7 @@ def _is_here(url: str) -> bool:
         return False
 
 
-class ServedModel(NamedTuple):
+class ServerModel(NamedTuple):
     """A model as `/v1/models` lists it."""
 
     name: str
@@ -64,12 +62,13 @@ class ServedModel(NamedTuple):
 class ServerClient:
     """A connection to a server. Its errors are those that the server gave, in one line each."""
 
-    def __init__(self, url: str = "", key: str = "") -> None:
-        """Without a `url`: the default address. Without a `key`: that of CLLM_API_KEY."""
-        self.url = (url or default_url()).rstrip("/").removesuffix("/v1")
+    def __init__(self, url: str = "") -> None:
+        """Connect to `url`, by default to the address of a server without settings, with CLLM_API_KEY."""
+        default = f"{ServerConfig().host}:{ServerConfig().port}"
+        self.url = (url or default).rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
-        key = key or get_key()
+        key = get_key()
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -87,7 +86,7 @@ class ServerClient:
         self._client.close()
 
     def is_running(self) -> bool:
-        """Whether a server answers there, be its engine ready or not."""
+        """Return True if a server answers there, be its engine ready or not."""
         try:
             answer = self._client.get("/health", timeout=CONNECT_S)
             return isinstance(answer.json(), dict) and "status" in answer.json()
@@ -106,10 +105,10 @@ class ServerClient:
             _check(answer)
             return answer.json()
 
-    def models(self) -> list[ServedModel]:
+    def models(self) -> list[ServerModel]:
         """The models of the server; those that are loaded come first."""
         found = [
-            ServedModel(
+            ServerModel(
                 entry["id"],
                 entry.get("context_length") or entry.get("max_model_len") or 0,
                 tuple(entry.get("aliases") or ()),
@@ -118,6 +117,15 @@ class ServerClient:
             for entry in self.get("/v1/models").get("data") or []
         ]
         return sorted(found, key=lambda model: not model.loaded)
+
+    def find_model(self, name: str) -> ServerModel:
+        """Return the model of this name, or any for "". Raise ModelNotFound, with the list."""
+        models = self.models()
+        for model in models:
+            if not name or model.is_called(name):
+                return model
+        names = ", ".join(model.name for model in models) or "none"
+        raise ModelNotFound(f"the server at {self.url} has no model {name!r}; it serves: {names}")
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a stream. Leaving the loop closes the connection, which cancels the request."""
@@ -165,3 +173,75 @@ def _make_error(body: Any) -> CllmError:
         return from_code(str(error.get("code")), str(error.get("message") or error))
     message = body.get("message") if isinstance(body, dict) else None
     return from_code(str(error), str(message or error or body))
+
+
+# Commands ----------------------------------------------------------------------------------------
+
+
+def ps_command(url: Url = "", as_json: AsJson = False) -> None:
+    """List the models of a running server: which are loaded, and what they take."""
+    with ServerClient(url) as client:
+        models = list_served(client)
+    if as_json:
+        typer.echo(json.dumps(models, indent=2))
+        return
+    rows = [
+        (
+            model["name"],
+            model.get("state", ""),
+            format_size(model.get("size_bytes") or 0),
+            format_size(memory) if (memory := sum((model.get("memory_bytes") or {}).values())) else "",
+            str(model.get("context") or ""),
+            str(model.get("requests", "")),
+            _describe_end(model),
+        )
+        for model in models
+    ]
+    print_columns(("name", "state", "size", "takes", "context", "requests", "until"), rows)
+
+
+def list_served(client: ServerClient) -> list[dict[str, Any]]:
+    """The models as `/admin/models` tells them; for a key that is no operator's, as `/v1/models` does."""
+    try:
+        models: list[dict[str, Any]] = client.get("/admin/models")["models"]
+        return models
+    except (Forbidden, NotFound):
+        return [
+            {
+                "name": entry["id"],
+                "state": "ready" if entry.get("loaded", True) else "unloaded",
+                "size_bytes": (entry.get("meta") or {}).get("size", 0),
+                "context": entry.get("context_length", 0),
+            }
+            for entry in client.get("/v1/models")["data"]
+        ]
+
+
+def _describe_end(model: dict[str, Any]) -> str:
+    """When a model is unloaded, or why it is not loaded."""
+    if model.get("error"):
+        return str(model["error"])
+    if model.get("state") == "unloaded":
+        return ""
+    if model.get("keep"):
+        return "kept"
+    expires = model.get("expires_at")
+    return f"{max(0.0, expires - time.time()):.0f} s without a request" if expires else ""
+
+
+def load_command(model: Name, url: Url = "") -> None:
+    """Load a model of a running server, and wait until it serves."""
+    _change("load", model, url)
+
+
+def unload_command(model: Name, url: Url = "") -> None:
+    """Unload a model of a running server; the next request loads it again."""
+    _change("unload", model, url)
+
+
+def _change(verb: str, model: str, url: str) -> None:
+    with ServerClient(url) as client:
+        answer = client.post(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
+    memory = sum((answer.get("memory_bytes") or {}).values())
+    shown = f", {format_size(memory)} of memory" if memory and verb == "load" else ""
+    typer.echo(f"{answer['name']} is {answer['state']}{shown}")

@@ -16,11 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cllm.cli.options import GroupedHelp, fail, with_options
-from cllm.cli.prepare import Preparation, finish
+from cllm.cli.options import GroupedHelp, with_options
+from cllm.cli.prepare import PrepareTask, finish
 from cllm.cluster.deployment import (
     SETTINGS,
-    Scale,
     ask_loads,
     connect,
     count_cpus,
@@ -29,13 +28,18 @@ from cllm.cluster.deployment import (
     list_nodes,
     remove,
 )
-from cllm.cluster.directory import DEFAULT_PORT, TOKEN_FILE, RayDirectory, split_address
-from cllm.cluster.model_digest import digest_model, name_deployment
+from cllm.cluster.directory import (
+    DEFAULT_PORT,
+    TOKEN_FILE,
+    RayDirectory,
+    digest_model,
+    name_deployment,
+    split_address,
+)
 from cllm.cluster.replica import ReplicaSettings
-from cllm.config import Config, EngineConfig, Prepared
-from cllm.errors import CllmError, ConfigError, SetupError
+from cllm.config import Config, EngineConfig, PreparedModel
+from cllm.errors import ConfigError, SetupError
 from cllm.models.resolve import resolve
-from cllm.models.store import embedded_model
 from cllm.workers.supervisor import WORKER_MODULE
 
 cluster_app = typer.Typer(
@@ -53,14 +57,24 @@ LOCAL = "127.0.0.1"
 
 
 def make_token(path: Path) -> bool:
-    """The token of the cluster; False if there is one already."""
+    """Make the token of the cluster. Return False if there is one already."""
     if path.is_file():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(secrets.token_hex(32))
     return True
+
+
+def token_path() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+
+
+def connect_to(cluster: str) -> str:
+    """Connect to the head of a cluster; returns its HOST:PORT."""
+    address = ":".join(map(str, split_address(cluster)))
+    connect(address)
+    return address
 
 
 def find_ray() -> str:
@@ -73,17 +87,11 @@ def find_ray() -> str:
 
 def run_ray(arguments: Sequence[str], **variables: str) -> None:
     """Run Ray's command with our settings. Raises SetupError with what it said last."""
-    token = os.environ.get("RAY_AUTH_TOKEN_PATH", str(Path(TOKEN_FILE).expanduser()))
-    environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": token, **os.environ, **variables}
-    blocks = "--block" in arguments
+    environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
+    output, errors = (None, None) if "--block" in arguments else (subprocess.PIPE, subprocess.STDOUT)
+    command = [find_ray(), *arguments]
     done = subprocess.run(
-        [find_ray(), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=None if blocks else subprocess.PIPE,
-        stderr=None if blocks else subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True
     )
     if done.returncode:
         lines = [line for line in (done.stdout or "").splitlines() if line.strip()]
@@ -113,20 +121,20 @@ def head_command(
 ) -> None:
     """Start the head of a cluster on this machine; it is a machine of it, too."""
     folder = storage.expanduser()
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+    token = token_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = make_token(token) if "RAY_AUTH_TOKEN" not in os.environ else False
-        typer.echo(
-            f"the token of the cluster is {'new, ' if made else ''}in {token} (mode 0600): copy it to the "
-            "same place on each other machine, also of gateways, as with scp"
-        )
-        typer.echo(f"on other machines: cllm cluster join {address or 'THIS-HOST'}:{port}")
-        arguments = [*make_start(cpus, gpus, block), "--head", f"--port={port}", "--include-dashboard=false"]
-        arguments += [f"--node-ip-address={address}"] if address else []
-        run_ray(arguments, RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=str(folder))
-    except (CllmError, OSError) as error:
-        raise fail(error) from None
+        made = "RAY_AUTH_TOKEN" not in os.environ and make_token(token)
+    except OSError as error:
+        raise SetupError(str(error)) from None
+    typer.echo(
+        f"the token of the cluster is {'new, ' if made else ''}in {token} (mode 0600): copy it to the "
+        "same place on each other machine, also of gateways, as with scp"
+    )
+    typer.echo(f"on other machines: cllm cluster join {address or 'THIS-HOST'}:{port}")
+    arguments = [*make_start(cpus, gpus, block), "--head", f"--port={port}", "--include-dashboard=false"]
+    arguments += [f"--node-ip-address={address}"] if address else []
+    run_ray(arguments, RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=str(folder))
     if not block:
         typer.echo(f"the head runs; deploy a model: cllm cluster deploy MODEL --cluster {LOCAL}:{port}")
 
@@ -139,27 +147,23 @@ def join_command(
     block: Block = False,
 ) -> None:
     """Make this machine one of a cluster."""
-    try:
-        host, port = split_address(head)
-        token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
-        if "RAY_AUTH_TOKEN" not in os.environ and not token.is_file():
-            raise ConfigError(f"there is no cluster token in {token}: copy it from the machine of the head")
-        run_ray([*make_start(cpus, gpus, block), f"--address={host}:{port}"])
-    except CllmError as error:
-        raise fail(error) from None
+    host, port = split_address(head)
+    token = token_path()
+    if "RAY_AUTH_TOKEN" not in os.environ and not token.is_file():
+        raise ConfigError(f"there is no cluster token in {token}: copy it from the machine of the head")
+    run_ray([*make_start(cpus, gpus, block), f"--address={host}:{port}"])
     typer.echo(f"this machine is part of the cluster at {host}:{port}")
 
 
 @with_options(EngineConfig)
 def deploy_command(
     config: Config,
-    given: frozenset[str],
     cluster: Address = LOCAL,
     replicas: Annotated[
         int, typer.Option("--replicas", "--min", help="Replicas; with --max, at least.", min=1, metavar="N")
     ] = 1,
     most: Annotated[
-        int, typer.Option("--max", help="Scale up to so many replicas. 0: not at all.", min=0, metavar="N")
+        int, typer.Option("--max", help="Scale up to this many replicas. 0: not at all.", min=0, metavar="N")
     ] = 0,
     gpus: Annotated[float, typer.Option("--gpus", help="GPUs of each replica.", min=0, metavar="N")] = 0.0,
     drain_s: Annotated[
@@ -168,37 +172,28 @@ def deploy_command(
     ] = 30.0,
 ) -> None:
     """Have replicas of a model computed by a cluster, or change them while the others serve."""
-    try:
-        host, port = split_address(cluster)
-        connect(f"{host}:{port}")
-        engine = config.engine
-        if not engine.threads:
-            engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
-        settings = make_settings(engine, given, drain_s)
-        scale = Scale(replicas=replicas, max_replicas=most, cpus=float(engine.threads), gpus=gpus)
-        deploy(settings, scale, prepare_replica)
-    except CllmError as error:
-        raise fail(error) from None
-    typer.echo(
-        f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {host}:{port}"
-    )
+    address, engine = connect_to(cluster), config.engine
+    if not engine.threads:
+        engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
+    settings = make_settings(engine, drain_s)
+    deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
+    typer.echo(f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {address}")
 
 
 deploy_command.__name__ = "deploy"
 cluster_app.command("deploy", cls=GroupedHelp)(deploy_command)
 
 
-def make_settings(engine: EngineConfig, given: frozenset[str], drain_s: float) -> ReplicaSettings:
-    """What each replica is to compute. The scripted model of the tests has no file."""
+def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
+    """Make the settings of each replica. The scripted model of the tests has no file."""
     if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
         return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
-    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    path = resolve(engine.model, offline=engine.offline)
     if Path(engine.model).expanduser().is_file():  # other machines have no folder of that name to begin at
         engine = msgspec.structs.replace(engine, model=str(path.resolve()))
     return ReplicaSettings(
         name=name_deployment(engine, path),
         engine=engine,
-        given=tuple(sorted(given | {"threads"})),
         digest=digest_model(path),
         drain_s=drain_s,
     )
@@ -208,10 +203,8 @@ def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
     """On the machine of a replica: settings that are ready to be loaded. Raises SetupError."""
     if settings.module != WORKER_MODULE:
         return settings.engine
-    task = Preparation(
-        asked=settings.engine, given=frozenset(settings.given), log_level=settings.log_level, beside=True
-    )
-    ready = finish(task.start(), Prepared).config
+    task = PrepareTask(asked=settings.engine, log_level=settings.log_level, beside=True)
+    ready = finish(task.start(), PreparedModel).config
     if digest_model(Path(ready.model)) != settings.digest:
         raise ConfigError(f"the file of {settings.name} on this machine is another one than was deployed")
     return ready
@@ -221,33 +214,26 @@ def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
 def status_command(cluster: Address = LOCAL) -> None:
     """Show the machines of a cluster, its models, and the KV and queue of each replica."""
     console = Console(highlight=False)
-    try:
-        host, port = split_address(cluster)
-        connect(f"{host}:{port}")
-        directory = RayDirectory(f"{host}:{port}")
-        nodes = Table("machine", "state", "CPUs", "GPUs", box=None)
-        for node in list_nodes():
-            state = "alive" if node["alive"] else "gone"
-            nodes.add_row(node["address"], state, f"{node.get('CPU', 0):.0f}", f"{node.get('GPU', 0):.0f}")
-        console.print(nodes)
-        for name, (state, counts, message) in list_deployments().items():
-            listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
-            console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
-            addresses = directory.list(name)
-            loads = ask_loads(addresses)
-            table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
-            for each in addresses:
-                if (load := loads.get(each.replica)) is None:
-                    table.add_row(each.replica, each.host, "does not answer")
-                    continue
-                cells = f"{load.cells_used} of {load.cells}"
-                requests, slots = len(load.report.requests), load.report.speed.slots
-                table.add_row(
-                    each.replica, each.host, f"{requests}", f"{slots}", cells, f"{len(load.gateways)}"
-                )
-            console.print(table)
-    except CllmError as error:
-        raise fail(error) from None
+    directory = RayDirectory(connect_to(cluster))
+    nodes = Table("machine", "state", "CPUs", "GPUs", box=None)
+    for node in list_nodes():
+        state = "alive" if node["alive"] else "gone"
+        nodes.add_row(node["address"], state, f"{node.get('CPU', 0):.0f}", f"{node.get('GPU', 0):.0f}")
+    console.print(nodes)
+    for name, (state, counts, message) in list_deployments().items():
+        listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
+        console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
+        addresses = directory.list(name)
+        loads = ask_loads(addresses)
+        table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
+        for each in addresses:
+            if (load := loads.get(each.replica)) is None:
+                table.add_row(each.replica, each.host, "does not answer")
+                continue
+            cells = f"{load.cells_used} of {load.cells}"
+            requests, slots = len(load.requests), load.speed.slots
+            table.add_row(each.replica, each.host, f"{requests}", f"{slots}", cells, f"{len(load.gateways)}")
+        console.print(table)
 
 
 @cluster_app.command("down")
@@ -258,17 +244,11 @@ def down_command(
     cluster: Address = LOCAL,
 ) -> None:
     """End a model's replicas, which drain; or end the cluster's processes on this machine."""
-    try:
-        if model:
-            host, port = split_address(cluster)
-            connect(f"{host}:{port}")
-            if model not in list_deployments():
-                raise ConfigError(
-                    f"there is no model {model} in the cluster: {', '.join(list_deployments())}"
-                )
-            remove(model)
-        else:
-            run_ray(["stop", "--grace-period", "10"])
-    except CllmError as error:
-        raise fail(error) from None
+    if model:
+        connect_to(cluster)
+        if model not in list_deployments():
+            raise ConfigError(f"there is no model {model} in the cluster: {', '.join(list_deployments())}")
+        remove(model)
+    else:
+        run_ray(["stop", "--grace-period", "10"])
     typer.echo(f"{model} has ended" if model else "nothing of the cluster is left on this machine")

@@ -14,21 +14,17 @@ from rich.table import Table
 
 from cllm import __version__
 from cllm.backend.llama import library
-from cllm.backend.llama.devices import list_devices, offer_module
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit, embedded_model
-from cllm.backend.llama.probe import run_probe, settings_to_try
+from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.placement import list_devices, offer_module
+from cllm.backend.llama.probe import loaded_variant, run_probe, settings_to_try, unused_features
 from cllm.backend.llama.threads import default_threads
-from cllm.backend.llama.variant import loaded_variant, unused_features
 from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
-from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 from cllm.models.resolve import resolve
-from cllm.tune.record import TuneRecord
-from cllm.tune.search import Tuning
 
 _NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -46,21 +42,19 @@ def doctor_command(
 ) -> None:
     """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
     table = Table(show_header=False, box=None)
-    healthy, record = True, None
+    healthy = True
     found = features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
     table.add_row("CPU", f"{machine()}, {default_threads()} cores usable")
     table.add_row("CPU features", " ".join(name for name in _NOTABLE if name in found) or "none of note")
     table.add_row("threads", str(threads or default_threads()))
     try:
-        model = str(resolve(model, offline=True)) if model else ""
+        path = resolve(model, offline=True)
         folder = library.find()
         _library(folder, found, table)
         _gpus(folder, table)
-        config = EngineConfig(
-            model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
-        )
-        header = GgufHeader(Path(config.model))
+        config = EngineConfig(model=str(path), parallel=parallel, ctx_size=ctx_size, threads=threads)
+        header = GgufHeader(path)
         fit = MemoryFit(header, config, list_devices())
         table.add_row(
             "model",
@@ -71,33 +65,16 @@ def doctor_command(
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
-        ready = fit.ready(config)
-        healthy = fit.fits and _probe(ready, table)
-        record = _tuned(config, ready, table)
+        healthy = fit.fits and _probe(fit.ready(config), table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
     Console().print(table)
-    if record is not None:
-        show(record, Console(highlight=False))
     raise typer.Exit(0 if healthy else 1)
 
 
-def _tuned(asked: EngineConfig, ready: EngineConfig, table: Table) -> TuneRecord | None:
-    """Add the tuned settings of this configuration, or else of this model under another load."""
-    tuning = Tuning(asked, ready, frozenset({"threads"}))
-    record = tuning.record or tuning.memory.find_similar(tuning.fingerprint)
-    if record is None:
-        table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")
-        return None
-    load = {name: record.fingerprint.get(name) for name in ("parallel", "ctx_size", "fixed")}
-    shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
-    table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
-    return record
-
-
 def _library(folder: Path, features: Collection[str], table: Table) -> None:
-    """Add which library is used, and whether one for this very CPU would be faster."""
+    """Add rows on the library, and on the gain of one for this very CPU."""
     origin = "named by CLLM_LIBRARY" if "CLLM_LIBRARY" in os.environ else "built by `cllm build`"
     packaged = library.read_build_info(folder).get("variants", False)
     if packaged and "CLLM_LIBRARY" not in os.environ:
@@ -112,7 +89,7 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
 
 
 def _advise(unused: list[str]) -> str:
-    """Whether a build for this CPU pays."""
+    """Say if a build for this CPU pays."""
     time = describe_time("cpu")
     if unused:
         return f"would pay: this CPU has {', '.join(unused)}, which the variant does not use ({time})"

@@ -12,8 +12,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from cllm.cli.client import KEY_VARIABLE, ServerClient, Url, get_key
-from cllm.cli.options import fail
-from cllm.errors import CllmError, ConfigError, ModelNotFound, ServerUnreachable
+from cllm.errors import ConfigError, ServerUnreachable
 
 NO_KEY = "none"  # a server without keys takes any
 ANY_MODEL, ANY_CONTEXT = "cllm", 32768  # what `--print` shows where no server runs
@@ -112,21 +111,18 @@ def launch_command(
 
     Its own configuration files stay as they are.
     """
-    try:
-        if program not in AGENTS:
-            raise ConfigError(
-                f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has the lines for others"
-            )
-        agent = AGENTS[program]
-        server = _find_server(url, model, optional=only_print)
-        if only_print:
-            _print_lines(agent, server, arguments or [])
-            return
-        path = shutil.which(agent.executable)
-        if path is None:
-            raise ConfigError(f"{agent.executable} is not installed: `{agent.install}`")
-    except CllmError as error:
-        raise fail(error) from None
+    if program not in AGENTS:
+        raise ConfigError(
+            f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has the lines for others"
+        )
+    agent = AGENTS[program]
+    server = _find_server(url, model, optional=only_print)
+    if only_print:
+        _print_lines(agent, server, arguments or [])
+        return
+    path = shutil.which(agent.executable)
+    if path is None:
+        raise ConfigError(f"{agent.executable} is not installed: `{agent.install}`")
     if server.context < agent.begins_with:
         typer.echo(
             f"cllm: {program} begins with about {agent.begins_with:,} tokens, and this server takes "
@@ -141,17 +137,13 @@ def _find_server(url: str, model: str, *, optional: bool) -> AgentServer:
     """The server and one of its models; with `optional`, a server that does not run has what it may have."""
     with ServerClient(url) as client:
         try:
-            models = client.models()
+            name, context = client.find_model(model)[:2]
         except ServerUnreachable:
             if not optional:
                 raise
             typer.echo(f"cllm: no server answers at {client.url}: name and context are examples", err=True)
-            return AgentServer(client.url, model or ANY_MODEL, ANY_CONTEXT, get_key() or NO_KEY)
-        found = next((each for each in models if not model or each.is_called(model)), None)
-        if found is None:
-            names = ", ".join(each.name for each in models)
-            raise ModelNotFound(f"the server at {client.url} has no model {model!r}; it serves: {names}")
-        return AgentServer(client.url, found.name, found.context or ANY_CONTEXT, get_key() or NO_KEY)
+            name, context = model or ANY_MODEL, ANY_CONTEXT
+        return AgentServer(client.url, name, context or ANY_CONTEXT, get_key() or NO_KEY)
 
 
 def _print_lines(agent: Agent, server: AgentServer, arguments: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -12,32 +11,30 @@ import typer
 from typer.core import TyperGroup
 
 from cllm import __version__
-from cllm.errors import ConfigError
+from cllm.cli.terminal import fail
+from cllm.errors import CllmError, SetupError
 from cllm.logs import configure_logging
 
 COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
-    "run": ("cllm.cli.run", "run_command"),
+    "run": ("cllm.cli.chat", "run_command"),
     "chat": ("cllm.cli.chat", "chat_command"),
     "launch": ("cllm.cli.launch", "launch_command"),
-    "ps": ("cllm.cli.ps", "ps_command"),
-    "load": ("cllm.cli.ps", "load_command"),
-    "unload": ("cllm.cli.ps", "unload_command"),
+    "ps": ("cllm.cli.client", "ps_command"),
+    "load": ("cllm.cli.client", "load_command"),
+    "unload": ("cllm.cli.client", "unload_command"),
     "pull": ("cllm.cli.pull", "pull_command"),
     "list": ("cllm.cli.models", "list_command"),
     "show": ("cllm.cli.models", "show_command"),
     "rm": ("cllm.cli.models", "rm_command"),
     "search": ("cllm.cli.pull", "search_command"),
-    "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
     "service": ("cllm.cli.service", "service_app"),
     "cluster": ("cllm.cli.cluster", "cluster_app"),
     "keys": (__name__, "keys_app"),
-    "bench": (__name__, "bench_command"),
 }
-_GROUPED = ("serve", "tune")  # their help is grouped: they have an option for every setting
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -54,16 +51,24 @@ class Commands(TyperGroup):
         found = getattr(import_module(module), attribute)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
-            options: dict[str, Any] = {"hidden": cmd_name == "bench"}
-            if cmd_name in _GROUPED:
+            options: dict[str, Any] = {}
+            if cmd_name == "serve":  # an option for every setting: its help is grouped
                 options["cls"] = import_module("cllm.cli.options").GroupedHelp
-            elif cmd_name in ("build", "bench", "llama-server"):
+            elif cmd_name in ("build", "llama-server"):
                 options["context_settings"] = _PASSED_ON
             alone.command(cmd_name, **options)(found)
             found = alone
         command = typer.main.get_command(found)
         command.name = cmd_name
         return command
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an error is one line. Code 2 where it cannot start, 1 where an answer fails."""
+        try:
+            return super().invoke(ctx)
+        except CllmError as error:
+            answers = ctx.invoked_subcommand in ("run", "chat") and not isinstance(error, SetupError)
+            raise fail(error, 1 if answers else 2) from None
 
 
 app = typer.Typer(
@@ -97,17 +102,6 @@ def build_command(context: typer.Context) -> None:
     raise typer.Exit(build(context.args, prog="cllm build"))
 
 
-def bench_command(context: typer.Context) -> None:
-    """Run the benchmarks of the repository, which are beside this package, not in it."""
-    repository = Path(__file__).parents[2]
-    if not (repository / "bench" / "__main__.py").is_file():
-        typer.echo("cllm: the benchmarks are in the repository, not in the package: make bench", err=True)
-        raise typer.Exit(2)
-    sys.path.append(str(repository))
-    sys.argv = ["cllm bench", *context.args]
-    runpy.run_module("bench", run_name="__main__")
-
-
 keys_app = typer.Typer(help="Manage the API keys of a server.", no_args_is_help=True)
 
 
@@ -127,14 +121,9 @@ def new_key(
     ),
 ) -> None:
     """Make a key: printed once, kept as a hash. A running server takes it up on SIGHUP."""
-    from cllm.cli.options import fail
     from cllm.server.keys import add_key
 
-    try:
-        key = add_key(file, name, admin=admin)
-    except ConfigError as error:
-        raise fail(error) from None
-    typer.echo(key)
+    typer.echo(add_key(file, name, admin=admin))
     typer.echo(f"kept as a hash in {file}; serve with --api-keys {file}, or send SIGHUP if it runs", err=True)
 
 

@@ -11,14 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
-from cllm.cli.columns import print_columns
-from cllm.errors import CllmError, ModelFileError
-from cllm.models.catalog import CatalogEntry, list_models
-from cllm.models.files import format_size
-from cllm.models.reference import HubReference, parse_hub
-from cllm.models.removal import find_incomplete, find_parts, find_users, plan_removal, remove
+from cllm.cli.terminal import AsJson, print_columns
+from cllm.errors import LibraryError, ModelFileError
+from cllm.models.files import HubReference, format_size, parse_hub
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import StoredModel, find_stored, scan, scan_folder
+from cllm.models.store import (
+    CatalogEntry,
+    StoredModel,
+    find_incomplete,
+    find_parts,
+    find_stored,
+    find_users,
+    list_models,
+    plan_removal,
+    remove,
+    scan,
+    scan_folder,
+)
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
@@ -27,7 +36,6 @@ ModelDirs = Annotated[
         "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
@@ -52,12 +60,6 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
         typer.echo(
             f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
         )
-
-
-def _fail(error: Exception) -> typer.Exit:
-    from cllm.cli.options import fail  # all settings come along: a list needs none
-
-    return fail(error)
 
 
 def _join(folders: list[Path] | None) -> str:
@@ -94,12 +96,8 @@ def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
         if is_path(text):
             raise ModelFileError(f"there is no model file at {path}")
         return find_by_name(text, folders)
-    wanted = path.absolute()
-    for model in scan(folders):
-        if wanted in model.files:
-            return model
-    for model in scan_folder(path.parent, deep=False):
-        if path in model.files:
+    for model in (*scan(folders), *scan_folder(path.parent, deep=False)):
+        if path in model.files or path.absolute() in model.files:
             return model
     raise ModelFileError(f"{path} is no whole GGUF model")
 
@@ -112,14 +110,11 @@ def show_command(
     as_json: AsJson = False,
 ) -> None:
     """Show a model's header and what fits here; of a hub's model that is not here, too."""
-    try:
-        found = find_local(reference, _join(model_dir))
-        if isinstance(found, StoredModel):
-            shown = {"name": found.name, "path": str(found.path)} | _describe(found.path)
-        else:
-            shown = _show_remote(found)
-    except CllmError as error:
-        raise _fail(error) from None
+    found = find_local(reference, _join(model_dir))
+    if isinstance(found, StoredModel):
+        shown = {"name": found.name, "path": str(found.path)} | _describe(found.path)
+    else:
+        shown = _show_remote(found)
     if as_json:
         typer.echo(json.dumps(shown, indent=2))
         return
@@ -153,7 +148,11 @@ def _describe(path: Path) -> dict[str, Any]:
     from cllm.models.fit import ModelFit
 
     header = GgufHeader(path)
-    fit = ModelFit(header)
+    try:
+        fit = ModelFit(header)
+        memory = {"here": fit.describe(), "memory": fit.memory, "contexts": list(map(list, fit.contexts()))}
+    except (LibraryError, ModelFileError) as error:
+        memory = {"here": f"not checked: {error}"}
     return {
         "title": header.metadata.get("general.name", ""),
         "architecture": header.architecture,
@@ -164,9 +163,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "vocabulary": header.vocabulary,
         "trained_for": f"{header.context_train} tokens",
         "chat_template": isinstance(header.metadata.get("tokenizer.chat_template"), str),
-        "here": fit.describe(),
-        "memory": fit.memory,
-        "contexts": [list(context) for context in fit.contexts()],
+        **memory,
     }
 
 
@@ -176,24 +173,23 @@ def rm_command(
     model_dir: ModelDirs = None,
 ) -> None:
     """Remove a model from this machine; asks first, and says what that frees."""
+    model = find_local(reference, _join(model_dir))
+    stored = model if isinstance(model, StoredModel) else None
+    removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
+    name = stored.name if stored else f"{model}, not complete"
+    if not removal.paths:
+        raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")
+    if users := find_users(removal.paths):
+        process, command = next(iter(users.items()))
+        raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
+    where = stored.root if stored else removal.paths[0].parent
+    typer.echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ModelFileError("nothing was removed: --yes removes it without asking")
+        typer.confirm("remove it?", abort=True, err=True)
     try:
-        model = find_local(reference, _join(model_dir))
-        removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
-        name = model.name if isinstance(model, StoredModel) else f"{model}, not complete"
-        if not removal.paths:
-            raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")
-        if users := find_users(removal.paths):
-            process, command = next(iter(users.items()))
-            raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
-        where = model.root if isinstance(model, StoredModel) else removal.paths[0].parent
-        typer.echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
-        if not yes:
-            if not sys.stdin.isatty():
-                raise ModelFileError("nothing was removed: --yes removes it without asking")
-            typer.confirm("remove it?", abort=True, err=True)
-        remove(model if isinstance(model, StoredModel) else None, removal)
-        typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)
-    except CllmError as error:
-        raise _fail(error) from None
+        remove(stored, removal)
     except OSError as error:
-        raise _fail(error) from None
+        raise ModelFileError(str(error)) from None
+    typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)

@@ -1,13 +1,11 @@
 """Command-line options made from the configuration, so that a default is written down once.
 
-Precedence: command line, `CLLM_*` variables, TOML file (`--config`), what `cllm tune` found, defaults.
+Precedence: command line, `CLLM_*` variables, TOML file (`--config`), defaults.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +15,11 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
 from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config
-from cllm.deprecated import FLAGS, renamed, warn
 from cllm.errors import ConfigError, InvalidRequest
 from cllm.fields import check_finite, describe_unknown
 
@@ -38,16 +34,6 @@ _EPILOG = (
 
 class GroupedHelp(TyperCommand):
     """A command whose `--help` is grouped and leaves out what is hidden; `--help-all` shows everything."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Also takes flags by their old names."""
-        for index, word in enumerate(args):
-            flag, separator, value = word.partition("=")
-            old = flag.removeprefix("--").replace("-", "_")
-            if flag.startswith("--") and old in FLAGS:
-                warn(old)
-                args[index] = f"{_flag(FLAGS[old])}{separator}{value}"
-        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the panels; no flag is cut, however narrow the terminal."""
@@ -109,7 +95,7 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     flat: dict[str, Any] = {}
     for key, item in document.items():
         flat.update(item if isinstance(item, dict) else {key: item})
-    flat = renamed({key.replace("-", "_"): item for key, item in flat.items()})
+    flat = {key.replace("-", "_"): item for key, item in flat.items()}
     known = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
     if unknown := sorted(set(flat) - known):
         raise typer.BadParameter(f"{value}: unknown setting {describe_unknown(unknown[0], known)}")
@@ -131,10 +117,9 @@ def _show_all(context: typer.Context, value: bool) -> None:
 def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Parameter:
     optional = field.default is None
     kind, meta = get_args(get_args(field.type)[0] if optional else field.type)
-    names = [field.name, *(old for old, new in FLAGS.items() if new == field.name)]
     option: dict[str, Any] = {
         "help": meta.description,
-        "envvar": [f"CLLM_{name.upper()}" for name in names],
+        "envvar": f"CLLM_{field.name.upper()}",
         "rich_help_panel": group,
         "hidden": meta.extra["rare"],
     }
@@ -173,8 +158,8 @@ _HELP_ALL = typer.Option(
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of the given configurations.
 
-    The command receives `config: Config` and `given`, the names of the fields that were set anywhere. Its own
-    parameters stay as they are. Make it a command of the class `GroupedHelp`.
+    The command receives `config: Config`. Its own parameters stay as they are. Make it a command of the class
+    `GroupedHelp`.
     """
     generated, group = [], ""
     for field in (field for struct in structs for field in msgspec.structs.fields(struct)):
@@ -189,24 +174,19 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def call(context: typer.Context, config_file: Path | None, help_all: bool, **values: Any) -> Any:
-            for old in FLAGS:
-                if f"CLLM_{old.upper()}" in os.environ:
-                    warn(old)
-            sources = {name: context.get_parameter_source(name) for name in names}
-            given = frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT")
             settings = {name: values.pop(name) for name in names}
             try:  # each part takes its own fields
                 engine = make_config(EngineConfig, settings, strict=False)
                 server = make_config(ServerConfig, settings, strict=False)
                 config = Config(engine=engine, server=server, models=context.meta.get(_MODELS, {}))
             except ConfigError as error:
-                raise fail(ConfigError(f"configuration: {error}")) from None
-            return command(config=config, given=given, **values)
+                raise ConfigError(f"configuration: {error}") from None
+            return command(config=config, **values)
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-            if name not in ("config", "given")
+            if name != "config"
         ]
         # Positional arguments of the command come before the model.
         parameters = own + generated
@@ -216,21 +196,3 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         return call
 
     return decorate
-
-
-def fail(error: Exception, code: int = 2) -> typer.Exit:
-    """Print one clear line on standard error."""
-    typer.echo(f"cllm: {error}", err=True)
-    return typer.Exit(code)
-
-
-def progress_bar(console: Console) -> Progress:
-    """A progress bar on standard error, only on a terminal, gone when it is done."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

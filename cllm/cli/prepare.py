@@ -1,7 +1,7 @@
-"""Preparation: check, probe and tune settings in a process of their own (`python -m cllm.cli.prepare`).
+"""Preparation: check and probe settings in a process of their own (`python -m cllm.cli.prepare`).
 
-So the server imports neither the code of the native library nor the tuner. The input is one line of JSON, the
-output is what was prepared, or a `Failure`; progress goes to standard error.
+So the server does not import the code of the native library. The input is one line of JSON, the output is
+what was prepared, or a `Failure`; progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
 from cllm.logs import configure_logging
 from cllm.models.survey import Survey
 from cllm.types import Failure
 
 if TYPE_CHECKING:
+    from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
 
 log = logging.getLogger(__name__)
-Answer = TypeVar("Answer", Prepared, Survey)
+Answer = TypeVar("Answer", PreparedModel, Survey)
 ENOUGH_CELLS = 4096  # of a request: before a model gets less, others that are idle are unloaded
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a process of its own does."""
+    """Work of a process of its own."""
 
     log_level: str = "info"
 
@@ -50,90 +51,75 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return process
 
 
-class Preparation(Task, frozen=True, kw_only=True, tag=True):
-    """What to prepare. `given` are the fields that were set explicitly, so are not tuned.
+class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
+    """Settings to prepare. While another model is served (`beside`), memory must suffice for both.
 
-    At a start it measures which settings are the fastest. While another model is served (`beside`), memory
-    must suffice for both, and nothing is measured. With `rooms`, bytes by device, the first counts in which
-    the model has a useful context: each has what the one before has, and what another model would free.
+    With `rooms`, bytes by device, the first counts in which the model has a useful context: each has what the
+    one before has, and what another model would free.
     """
 
     asked: EngineConfig
-    given: frozenset[str]
     beside: bool = False
     rooms: tuple[dict[str, int], ...] = ()
 
-    def run(self) -> Prepared:
+    def run(self) -> PreparedModel:
         """In the process itself. Raises SetupError."""
-        from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
-        from cllm.backend.llama.gguf import GgufHeader
-        from cllm.backend.llama.memory import MemoryFit
+        from cllm.backend.llama.placement import offer_module, wants_gpu
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
+        from cllm.models.resolve import resolve_config
 
+        asked = resolve_config(self.asked)
         if self.rooms or self.beside:
-            from cllm.tune.search import with_remembered
-
             if self.rooms:
-                self._choose_room()
-            else:
-                devices = list_devices() if wants_gpu(self.asked) else ()
-                fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
-                if not fit.fits:
-                    raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
-            return describe(with_remembered(self.asked, find_ready(self.asked, log.info), self.given))
-        if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
+                self._choose_room(asked)
+            elif not (fit := _fit(asked)[1]).fits:
+                raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
+            return describe(find_ready(asked, log.info))
+        if wants_gpu(asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
-        ready = find_ready(self.asked, partial(print, file=sys.stderr, flush=True))
-        return describe(self._tune(ready) if self.asked.tune else ready)
+        return describe(find_ready(asked, partial(print, file=sys.stderr, flush=True)))
 
-    def _tune(self, ready: EngineConfig) -> EngineConfig:
-        from rich.console import Console
-
-        from cllm.cli.tune import tune_at_start
-
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        return tune_at_start(self.asked, ready, self.given, console)
-
-    def _choose_room(self) -> None:
+    def _choose_room(self, asked: EngineConfig) -> None:
         """From here on memory is that of the first room that suffices, else of the largest."""
-        from cllm.backend.llama.devices import wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import ROOM, MemoryFit, list_free_devices
-        from cllm.models.resolve import resolve
+        from cllm.backend.llama.placement import wants_gpu
 
-        header = GgufHeader(resolve(self.asked.model, offline=self.asked.offline))
+        header = GgufHeader(Path(asked.model))
         for room in self.rooms:
             ROOM.update({name: (size, size - self.rooms[0][name]) for name, size in room.items()})
-            fit = MemoryFit(header, self.asked, list_free_devices() if wants_gpu(self.asked) else ())
-            if fit.fits and (self.asked.ctx_size or fit.share >= min(ENOUGH_CELLS, header.context_train)):
+            fit = MemoryFit(header, asked, list_free_devices() if wants_gpu(asked) else ())
+            if fit.fits and (asked.ctx_size or fit.share >= min(ENOUGH_CELLS, header.context_train)):
                 return
 
 
-def describe(ready: EngineConfig) -> Prepared:
-    """Settings with the memory that they take, at its largest, and the state of their files."""
-    from cllm.backend.llama.devices import list_devices, wants_gpu
+def _fit(config: EngineConfig) -> tuple[GgufHeader, MemoryFit]:
     from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.memory import MemoryFit
+    from cllm.backend.llama.placement import list_devices, wants_gpu
 
-    header = GgufHeader(Path(ready.model))
-    fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())
-    paths = [part.path for part in header.parts] + ([Path(ready.draft_model)] if ready.draft_model else [])
-    return Prepared(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
+    header = GgufHeader(Path(config.model))
+    return header, MemoryFit(header, config, list_devices() if wants_gpu(config) else ())
 
 
-def _sum_up(fit: MemoryFit) -> dict[str, int]:
-    return {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+def describe(ready: EngineConfig) -> PreparedModel:
+    """Describe settings by the memory that they take, at its largest, and the state of their files."""
+    header, fit = _fit(ready)
+    memory = {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+    paths = [part.path for part in header.parts]
+    paths += [Path(ready.draft_model)] if ready.draft_model else []
+    return PreparedModel(config=ready, memory=memory, stamps=tuple(map(stamp, paths)))
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """What changes when a file does."""
+    """Return a file's path, size and time of change."""
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns
 
 
 class SurveyTask(Task, frozen=True, kw_only=True, tag=True):
-    """Which models are to be served; a hub's are pulled. With `all_models`, every model of the list."""
+    """Models to find for a server; a hub's are pulled. With `all_models`, every model of the list."""
 
     models: tuple[ModelConfig, ...]
     common: ModelConfig  # the settings of models that have none of their own
@@ -168,10 +154,10 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Prepare what the input says."""
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Preparation | SurveyTask)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=PrepareTask | SurveyTask)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure_logging(task.log_level)
-    answer: Prepared | Survey | Failure
+    answer: PreparedModel | Survey | Failure
     try:
         answer = task.run()
     except CllmError as error:

@@ -16,23 +16,20 @@ import typer
 from rich.console import Console
 
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.cli.columns import print_columns
-from cllm.cli.options import fail
-from cllm.errors import CllmError, ConfigError, HubError, ModelFileError, NotEnoughMemory
-from cllm.models.files import ModelFiles, format_size, group_files
+from cllm.cli.terminal import AsJson, print_columns
+from cllm.errors import ConfigError, HubError, LibraryError, ModelFileError, NotEnoughMemory
+from cllm.models.files import HubReference, ModelFiles, format_size, group_files, parse_hub
 from cllm.models.fit import ModelFit
 from cllm.models.hub import SearchHit, make_hub
 from cllm.models.pull import HubModel, Pull, PullOptions, find_model, free_bytes, is_offline
-from cllm.models.reference import HubReference, parse_hub
 from cllm.models.store import find_stored
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)i?b?(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-_HUBS = ("hf", "ms")
 
 
 class Result(NamedTuple):
-    """What a pull did. Without a path it was a dry run."""
+    """Result of a pull. Without a path it was a dry run."""
 
     path: Path | None = None
     missing: int = 0  # bytes that would be fetched
@@ -63,7 +60,7 @@ def pull_command(
         bool, typer.Option("--force", help="Pull what does not fit the memory here, too.")
     ] = False,
     connections: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="Ranges at a time.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted.
 
@@ -80,8 +77,6 @@ def pull_command(
             result = Result(stored.path)
         else:
             result = _pull(found, options, console, dry_run=dry_run, force=force)
-    except CllmError as error:
-        raise fail(error) from None
     except KeyboardInterrupt:
         console.print(
             "interrupted; the same command continues, `cllm rm` of it removes the part that is here"
@@ -128,8 +123,7 @@ def _pull(
         if dry_run:
             with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
                 head = pull.read_heads(Path(folder))
-                fit = _report_fit(head, model, console) if head else None
-            _print_choices(model, fit)
+                _print_choices(model, _report_fit(head, console) if head else None)
             return Result(missing=missing)
         began = time.monotonic()
         path = pull.run(partial(_check_fit, model=model, console=console, force=force))
@@ -140,16 +134,21 @@ def _pull(
         return Result(path, fetched=missing, seconds=round(seconds, 3))
 
 
-def _report_fit(head: Path, model: HubModel, console: Console) -> ModelFit:
-    fit = ModelFit(GgufHeader(head))
+def _report_fit(head: Path, console: Console) -> ModelFit | None:
+    """None where the native library, whose sums these are, is not there or cannot load such a model."""
+    try:
+        fit = ModelFit(GgufHeader(head))
+    except (LibraryError, ModelFileError) as error:
+        console.print(f"memory  not checked: {error}")
+        return None
     console.print(f"memory  {fit.describe()}")
     return fit
 
 
 def _check_fit(head: Path, *, model: HubModel, console: Console, force: bool) -> None:
     """Raises NotEnoughMemory for a model that would not run here, unless it is wanted all the same."""
-    fit = _report_fit(head, model, console)
-    if not fit.fits and not force:
+    fit = _report_fit(head, console)
+    if fit is not None and not fit.fits and not force:
         raise NotEnoughMemory(
             f"{model.chosen.stem} would not run on this machine; {fit.suggest(model.models)}. "
             "--force pulls it all the same"
@@ -174,29 +173,22 @@ def search_command(
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Words of the model's name")],
     hub: Annotated[str, typer.Option(metavar="HUB", help="hf (Hugging Face) or ms (ModelScope).")] = "hf",
     count: Annotated[int, typer.Option(min=1, max=50, metavar="N", help="Results at most.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search a hub for GGUF models; the most downloaded first."""
-    try:
-        if hub not in _HUBS:
-            raise ConfigError(f"--hub {hub}: there are hf (Hugging Face) and ms (ModelScope)")
-        with make_hub(HubReference(hub, "")) as opened:
-            hits = opened.search(" ".join(words), count)
-        with ThreadPoolExecutor(4) as pool:
-            models = list(pool.map(partial(_list_models, hub), hits))
-    except CllmError as error:
-        raise fail(error) from None
+    if hub not in ("hf", "ms"):
+        raise ConfigError(f"--hub {hub}: there are hf (Hugging Face) and ms (ModelScope)")
+    with make_hub(HubReference(hub, "")) as opened:
+        hits = opened.search(" ".join(words), count)
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(partial(_list_models, hub), hits))
+    found = list(zip(hits, models, strict=True))
     if as_json:
-        typer.echo(json.dumps([_as_dict(hub, *found) for found in zip(hits, models, strict=True)], indent=2))
+        typer.echo(json.dumps([_as_dict(hub, *each) for each in found], indent=2))
         return
-    rows = [
-        (f"{hub}:{hit.repo}", f"{hit.downloads:,}", _describe(found))
-        for hit, found in zip(hits, models, strict=True)
-    ]
-    if not rows:
-        raise fail(
-            ModelFileError(f"no GGUF repository on this hub matches {' '.join(words)!r}; try fewer words")
-        )
+    if not found:
+        raise ModelFileError(f"no GGUF repository on this hub matches {' '.join(words)!r}; try fewer words")
+    rows = [(f"{hub}:{hit.repo}", f"{hit.downloads:,}", _describe(files)) for hit, files in found]
     print_columns(("reference", "downloads", "quants"), rows)
 
 
@@ -220,9 +212,5 @@ def _describe(models: list[ModelFiles]) -> str:
 
 def _as_dict(hub: str, hit: SearchHit, models: list[ModelFiles]) -> dict[str, object]:
     quants = [{"quant": model.quant, "size": model.size, "files": list(model.names)} for model in models]
-    return {
-        "reference": f"{hub}:{hit.repo}",
-        "downloads": hit.downloads,
-        "likes": hit.likes,
-        "quants": quants,
-    }
+    counts = {"downloads": hit.downloads, "likes": hit.likes}
+    return {"reference": f"{hub}:{hit.repo}", **counts, "quants": quants}

@@ -6,19 +6,31 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cllm.cli.options import fail, progress_bar, with_options
-from cllm.cli.prepare import Answer, Preparation, SurveyTask, finish, stamp
-from cllm.cli.served import choose_models, is_several, make_common
-from cllm.config import ClusterConfig, Config, EngineConfig, ModelConfig, Prepared, ServerConfig
-from cllm.errors import CllmError, ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
+from cllm.backend.compute_turns import share_turns
+from cllm.cli.options import with_options
+from cllm.cli.prepare import Answer, PrepareTask, SurveyTask, finish, stamp
+from cllm.config import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    PreparedModel,
+    ServerConfig,
+    make_config,
+)
+from cllm.errors import ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
+from cllm.fields import describe_unknown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
@@ -27,9 +39,8 @@ from cllm.logs import configure_logging
 from cllm.models.files import format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.names import path_below
-from cllm.server.app import read_defaults
+from cllm.server.app import check_defaults, read_defaults
 from cllm.server.serve import Listeners, bind, serve
-from cllm.workers.compute_turns import share_turns
 from cllm.workers.executor import ProcessExecutor
 
 CLUSTER_WORKER = "cllm.cluster.cluster_worker"
@@ -38,21 +49,15 @@ MAX_SHOWN = 8  # names in the line that says what is served
 
 @with_options(EngineConfig, ServerConfig)
 def serve_command(
-    config: Config,
-    given: frozenset[str],
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    config: Config, more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
 ) -> None:
     """Serve GGUF models over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
-    try:
-        run(config, given, more or ())
-    except CllmError as error:
-        raise fail(error) from None
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt):
+        run(config, more or ())
 
 
-def run(config: Config, given: frozenset[str] = frozenset(), more: Sequence[str] = ()) -> None:
+def run(config: Config, more: Sequence[str] = ()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it.
 
     `more` are the models before the last one, which is the configuration's own.
@@ -61,10 +66,10 @@ def run(config: Config, given: frozenset[str] = frozenset(), more: Sequence[str]
     if config.server.model_dir:
         os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
     read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
-    models = choose_models(config, given, more)
+    models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:
         if is_several(models, config):
-            _serve_several(config, models, given, listeners)
+            _serve_several(config, models, listeners)
         else:
             _serve_one(config, models[0], listeners)
 
@@ -76,9 +81,10 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
     if server.cluster:
         ready = prepare_gateway(model.engine, server.cluster)
     else:
-        asked = Preparation(asked=model.engine, given=model.given, log_level=server.log_level)
-        ready = _run_task(asked, Prepared)
-    with progress_bar(console) as progress:
+        ready = _run_task(PrepareTask(asked=model.engine, log_level=server.log_level), PreparedModel)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("loading the model", total=1.0)
         loader = EngineLoader(server)
         engine = loader.make(ready, lambda at: progress.update(task, completed=at))
@@ -95,30 +101,24 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             )
 
         path = Path(ready.config.model)
-        model = msgspec.structs.replace(model, name=ready.config.alias or path.stem)
+        model = replace(model, name=ready.config.alias or path.stem)
         created = int(path.stat().st_mtime)
         served = ServedModel(model, loader, engine=engine, prepared=ready, created=created)
         registry = EngineRegistry([served], tenants=loader.tenants)
         _run(serve(registry, server, listeners, announce))
 
 
-def _serve_several(
-    config: Config, models: Sequence[ModelConfig], given: frozenset[str], listeners: Listeners
-) -> None:
+def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Listeners) -> None:
     """Serve models by their names; each is loaded when it is asked for."""
     console, server = Console(stderr=True, highlight=False, soft_wrap=True), config.server
     if config.engine.alias:
         raise ConfigError("--alias names one model: give several their names in [models.NAME] of the file")
-    task = SurveyTask(
-        models=tuple(models),
-        common=make_common(config, given),
-        all_models=server.all,
-        log_level=server.log_level,
-    )
+    common, level = make_common(config), server.log_level
+    task = SurveyTask(models=tuple(models), common=common, all_models=server.all, log_level=level)
     found = _run_task(task, Survey)
     loader = EngineLoader(server, several=True)
     served = [ServedModel(each.config, loader, info=each.info, created=each.created) for each in found.models]
-    limit = dict(found.memory) if not server.cluster else {}
+    limit = {} if server.cluster else dict(found.memory)
     if server.models_memory_mb and not server.cluster:
         limit["host"] = server.models_memory_mb << 20
     registry = EngineRegistry(
@@ -132,8 +132,8 @@ def _serve_several(
 
     def announce(url: str) -> None:
         listed = ", ".join(names[:MAX_SHOWN]) + (" …" if len(names) > MAX_SHOWN else "")
-        memory = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
-        memory = f"the cluster at {server.cluster}" if server.cluster else memory
+        sizes = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
+        memory = f"the cluster at {server.cluster}" if server.cluster else sizes
         plural = "s" if len(names) > 1 else ""
         console.print(
             f"cllm serves {len(names)} model{plural} ({listed}) at {url}\n"
@@ -144,22 +144,102 @@ def _serve_several(
     _run(serve(registry, server, listeners, announce))
 
 
-def prepare_gateway(engine: EngineConfig, cluster: str) -> Prepared:
+# The models of a server --------------------------------------------------------------------------
+
+
+class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `[models.NAME]` beside those of the engine."""
+
+    aliases: tuple[str, ...] = ()
+    context: int = 0  # tokens of one request
+    defaults: dict[str, Any] = {}
+    keep: bool = False
+    ttl: float | None = None
+
+
+def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]:
+    """The models that are asked for: by arguments, else by the file's sections, else the embedded one.
+
+    An argument may be the name or an alias of a section. Raises ConfigError.
+    """
+    sections = [_read_section(name, table, config) for name, table in config.models.items()]
+    references = [*more, config.engine.model] if config.engine.model else [*more]
+    common = make_common(config)
+    if not references and (sections or config.server.all):
+        return sections
+    found = [_find_section(reference, sections) or reference for reference in references or [""]]
+    return [
+        replace(common, engine=replace(config.engine, model=each)) if isinstance(each, str) else each
+        for each in found
+    ]
+
+
+def make_common(config: Config) -> ModelConfig:
+    """The settings of a model that has none of its own."""
+    return ModelConfig(name="", engine=replace(config.engine, model=""), ttl=config.server.sleep_idle_s)
+
+
+def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
+    """Return True if the server chooses a model by its name. A folder may hold several."""
+    if config.server.all or len(models) != 1:
+        return True
+    reference = models[0].engine.model
+    if models[0].name or not reference or not Path(reference).expanduser().is_dir():
+        return False
+    from cllm.models.store import scan_folder
+
+    return len(scan_folder(Path(reference).expanduser(), deep=False)) > 1
+
+
+def _find_section(reference: str, sections: Sequence[ModelConfig]) -> ModelConfig | None:
+    wanted = reference.lower()
+    return next(
+        (each for each in sections if wanted in (name.lower() for name in (each.name, *each.aliases))), None
+    )
+
+
+def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
+    where = f"[models.{name}]"
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table")
+    settings = {key.replace("-", "_"): value for key, value in table.items()}
+    known = {*ModelSection.__struct_fields__, *EngineConfig.__struct_fields__}
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], known)}")
+    try:  # each part takes its own fields
+        section = make_config(ModelSection, settings)
+        limit = {"max_request_tokens": section.context} if section.context else {}
+        inherited = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name}
+        engine = make_config(EngineConfig, {**inherited, **settings, **limit})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    ttl = config.server.sleep_idle_s if section.ttl is None else section.ttl
+    return ModelConfig(
+        name=name,
+        engine=engine,
+        aliases=section.aliases,
+        defaults=check_defaults(section.defaults, f"{where} defaults"),
+        keep=section.keep,
+        ttl=max(0.0, ttl),
+    )
+
+
+def prepare_gateway(engine: EngineConfig, cluster: str) -> PreparedModel:
     """Settings of a gateway, whose tokenizer reads the model here. Raises SetupError. Ray is not imported."""
-    from cllm.cluster.directory import check_head
-    from cllm.cluster.model_digest import digest_model, name_deployment
+    from cllm.cluster.directory import check_head, digest_model, name_deployment
     from cllm.models.resolve import resolve
-    from cllm.models.store import embedded_model
 
     address = check_head(cluster)
-    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    path = resolve(engine.model, offline=engine.offline)
     settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}
     name, digest = name_deployment(engine, path), digest_model(path)
-    return Prepared(config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),))
+    return PreparedModel(
+        config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),)
+    )
 
 
-def _run_task(task: Preparation | SurveyTask, kind: type[Answer]) -> Answer:
-    """The answer of a process of its own, which decides what an interrupt means: it skips a measurement."""
+def _run_task(task: PrepareTask | SurveyTask, kind: type[Answer]) -> Answer:
+    """Run a task in a process of its own, and pass interrupts on to it."""
     process = task.start()
     handler = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
     try:
@@ -174,7 +254,7 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it runs (not on every platform): the server shares its cores with the model."""
+    """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
     try:
         import uvloop
     except ImportError:
@@ -200,7 +280,7 @@ class EngineLoader:
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Settings for a file of --model-dir, or for the model's own. Raises CllmError."""
         if self._server.cluster:
             if file:
@@ -210,36 +290,30 @@ class EngineLoader:
             path = find_model(self._server.model_dir, file)
         else:
             path = Path(serving.model if serving is not None else model.engine.model)
-        asked = msgspec.structs.replace(model.engine, model=str(path))
+        poll = 0 if self._turns is not None and model.engine.poll is None else model.engine.poll
+        asked = replace(model.engine, model=str(path), poll=poll)
         if serving is not None and str(path) == serving.model:
             # The context as now: what fits beside others must not change which requests get a 400.
-            asked = msgspec.structs.replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
-        task = Preparation(
-            asked=asked,
-            given=model.given,
-            log_level=self._server.log_level,
-            beside=True,
-            rooms=tuple(map(dict, rooms)),
-        )
+            asked = replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
+        level, given = self._server.log_level, tuple(map(dict, rooms))
+        task = PrepareTask(asked=asked, log_level=level, beside=True, rooms=given)
         try:
-            ready = finish(task.start(), Prepared)
+            return finish(task.start(), PreparedModel)
         except SetupError as error:
             # The client knows the folder; the answer may travel further.
             reason = str(error).replace(str(path), path.name)
             fits = not isinstance(error, NotEnoughMemory) or not rooms
             raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
 
-        if self._turns is not None and "poll" not in model.given:
-            ready = msgspec.structs.replace(ready, config=msgspec.structs.replace(ready.config, poll=0))
-        return ready
-
-    def is_current(self, prepared: Prepared) -> bool:
-        """Whether the files are still those that were prepared."""
+    def is_current(self, prepared: PreparedModel) -> bool:
+        """Return True if the files are still those that were prepared."""
         with contextlib.suppress(OSError):
             return all(stamp(Path(each[0])) == each for each in prepared.stamps)
         return False
 
-    def make(self, prepared: Prepared, on_loading: Callable[[float], None] | None = None) -> EngineClient:
+    def make(
+        self, prepared: PreparedModel, on_loading: Callable[[float], None] | None = None
+    ) -> EngineClient:
         """An engine, not started."""
         server = self._server
         module = CLUSTER_WORKER if isinstance(prepared.config, ClusterConfig) else ""

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from cllm.cli.options import fail
 from cllm.errors import SetupError
 from cllm.names import is_name, path_below
 
@@ -58,7 +57,7 @@ def _quote(word: str) -> str:
 
 
 def unit_path(name: str) -> Path:
-    """Where systemd looks for a user's unit. Raises BadParameter for a name that can be none."""
+    """Return the path of a user's unit. Raise BadParameter for a name that can be none."""
     if not is_name(name):
         raise typer.BadParameter(f"{name!r}: up to 64 letters, digits, '.', '-' and '_'", param_hint="--name")
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -69,20 +68,19 @@ def unit_path(name: str) -> Path:
 def install(context: typer.Context, name: Name = "cllm", show: Print = False) -> None:
     """Start `cllm serve` with the arguments that follow, now and at each login."""
     path, unit = unit_path(name), make_unit(context.args, Path.cwd())
-    commands = [("daemon-reload",), ("enable", name), ("restart", name)]
     if show:
         typer.echo(f"# {path}\n{unit}")
-        _show(commands)
-        return
-    _check()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(unit, encoding="utf-8")
-    _run(commands)
-    typer.echo(
-        f"installed {path}; its log: journalctl --user -u {name} -f; "
-        "to run without a login: loginctl enable-linger",
-        err=True,
-    )
+    else:
+        _check()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(unit, encoding="utf-8")
+    _run("daemon-reload", f"enable {name}", f"restart {name}", show=show)
+    if not show:
+        typer.echo(
+            f"installed {path}; its log: journalctl --user -u {name} -f; "
+            "to run without a login: loginctl enable-linger",
+            err=True,
+        )
 
 
 @service_app.command("status")
@@ -96,34 +94,30 @@ def status(name: Name = "cllm") -> None:
 def remove(name: Name = "cllm", show: Print = False) -> None:
     """Stop the unit and delete it. Models and cache stay."""
     path = unit_path(name)
+    if not show:
+        if not path.exists():
+            raise SetupError(f"no unit {name} is installed: there is no {path}")
+        _check()
+    _run(f"disable --now {name}", show=show)
     if show:
-        _show([("disable", "--now", name)])
         typer.echo(f"# rm {path}")
-        _show([("daemon-reload",)])
-        return
-    if not path.exists():
-        raise fail(SetupError(f"no unit {name} is installed: there is no {path}"))
-    _check()
-    _run([("disable", "--now", name)])
-    path.unlink()
-    _run([("daemon-reload",)])
+    else:
+        path.unlink()
+    _run("daemon-reload", show=show)
 
 
 def _check() -> None:
     if shutil.which("systemctl") is None:
-        raise fail(
-            SetupError("systemd is not here (no systemctl); `cllm service install --print` shows the unit")
-        )
+        raise SetupError("systemd is not here (no systemctl); `cllm service install --print` shows the unit")
 
 
-def _show(commands: Sequence[tuple[str, ...]]) -> None:
-    for words in commands:
-        typer.echo(f"# systemctl --user {' '.join(words)}")
-
-
-def _run(commands: Sequence[tuple[str, ...]]) -> None:
-    for words in commands:
-        done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
+def _run(*commands: str, show: bool) -> None:
+    """Run commands of systemctl, or `show` them."""
+    for command in commands:
+        if show:
+            typer.echo(f"# systemctl --user {command}")
+            continue
+        done = subprocess.run(["systemctl", "--user", *command.split()], capture_output=True, text=True)
         if done.returncode != 0:
             reason = done.stderr.strip() or f"it ended with code {done.returncode}"
-            raise fail(SetupError(f"`systemctl --user {' '.join(words)}` failed: {reason}"))
+            raise SetupError(f"`systemctl --user {command}` failed: {reason}")

@@ -1,15 +1,40 @@
-"""Text of a model on a terminal: it cannot control the terminal; what is beside the answer is dim."""
+"""Terminal: answers that cannot control it, dim remarks, columns, progress, and the line of an error."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import Annotated
 
+import typer
+from rich.cells import cell_len
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # Control characters become visible signs; a line feed and a tab stay.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_RIGHT = ("size", "downloads", "context", "takes", "requests")  # columns of numbers
+
+
+def fail(error: Exception, code: int = 2) -> typer.Exit:
+    """Print one clear line on standard error."""
+    typer.echo(f"cllm: {error}", err=True)
+    return typer.Exit(code)
+
+
+def print_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below their titles, each column as wide as its widest cell; no line is cut."""
+    table = [titles, *rows]
+    widths = [max(cell_len(row[place]) for row in table) for place in range(len(titles))]
+    for row in table:
+        cells = []
+        for title, width, text in zip(titles, widths, row, strict=True):
+            padding = " " * (width - cell_len(text))
+            cells.append(padding + text if title in _RIGHT else text + padding)
+        typer.echo("  ".join(cells).rstrip())
 
 
 def make_visible(text: str) -> str:

@@ -19,28 +19,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 import cllm
-from cllm.cluster.directory import RayDirectory, use_token
+from cllm.cluster.directory import Directory, RayDirectory, use_token
 from cllm.cluster.link import FromReplica, Link, ReplicaAddress
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.config import ClusterConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
+from cllm.messages import Command, Died, Heartbeat, Report
 from cllm.workers.channel import Channel
-from cllm.workers.messages import Command, Died, Heartbeat, Report
 
 log = logging.getLogger(__name__)
 BAD_COMMAND = 3  # the exit code after a command that cannot be decoded
-
-
-class Directory(Protocol):
-    def list(self, model: str) -> list[ReplicaAddress]: ...
-
-    def remove(self, model: str, replica: str) -> None: ...
 
 
 class Connection:
@@ -61,7 +54,7 @@ class ClusterWorker:
     SILENCE_LIMIT_S = 5.0
     LOOK_S = 0.5  # between two looks at the directory
     RETRY_S = 1.0
-    FORGET_S = 15.0  # an entry that cannot be reached for so long is removed; a replica enters itself again
+    FORGET_S = 15.0  # until an entry that cannot be reached is removed; a replica enters itself again
     TICK_S = 0.25
     HEARTBEAT_S = 1.0
     REPORT_S = 2.0
@@ -86,7 +79,7 @@ class ClusterWorker:
         self._stopped = threading.Event()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until it is cancelled."""
         threading.Thread(target=self._watch, name="directory", daemon=True).start()
         try:
             await self._keep_time()
@@ -130,7 +123,7 @@ class ClusterWorker:
                 link.abort()
 
     def _flush_soon(self) -> None:
-        """Outputs that come from several replicas at the same time are one report."""
+        """Flush at the end of this turn: outputs that come from several replicas together are one report."""
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -182,7 +175,7 @@ class ClusterWorker:
                 task.add_done_callback(self._tasks.discard)
 
     def _accept(self, address: ReplicaAddress) -> bool:
-        """Whether a replica has this version of cllm and this model. Logged once."""
+        """Check that a replica has this version of cllm and this model. Logs once why not."""
         if address.version != cllm.__version__:
             why = f"it has cllm {address.version}, this gateway {cllm.__version__}"
         elif address.digest != self._config.digest:
@@ -210,11 +203,12 @@ class ClusterWorker:
             self._relay.receive(connection.replica, message)  # type: ignore[arg-type]
             self._flush_soon()
 
-        def lost(link: Link) -> None:
-            self._lose(connection)
-
         connection.link = link = Link(
-            FromReplica, address.key, name=self._name, opened=opened, received=received, lost=lost
+            *(FromReplica, address.key),
+            name=self._name,
+            opened=opened,
+            received=received,
+            lost=lambda _: self._lose(connection),
         )
         try:
             async with asyncio.timeout(self.SILENCE_LIMIT_S):
@@ -227,10 +221,8 @@ class ClusterWorker:
         if replica is None:
             return
         connection.failing_since = self._loop.time()
-        why = (
-            f"nothing came for {self.SILENCE_LIMIT_S:.0f} s" if connection.silent else "its connection ended"
-        )
-        connection.silent = False
+        silence = f"nothing came for {self.SILENCE_LIMIT_S:.0f} s"
+        why, connection.silent = silence if connection.silent else "its connection ended", False
         self._relay.leave(replica, why)
         self._flush_soon()
 

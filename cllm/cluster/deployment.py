@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
-from cllm.cluster.directory import open_here, use_token
-from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
+from cllm.cluster.directory import NO_RAY, describe_error, open_here, use_token
+from cllm.cluster.link import FromReplica, Link, ReplicaAddress
+from cllm.cluster.placer import ReplicaReport
 from cllm.cluster.replica import Replica, ReplicaSettings
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ServerUnreachable, SetupError
@@ -28,15 +30,9 @@ SETTINGS = {
 }
 HEALTH_S = 2.0
 LOAD_S = 3.0  # to hear of a replica how it is
-
-
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are, and what each takes of a machine."""
-
-    replicas: int = 1
-    max_replicas: int = 0  # more than `replicas`: they are scaled between both
-    cpus: float = 1.0
-    gpus: float = 0.0
+MAX_KV_USED = 0.6  # of all cells; beyond it, one more replica
+KV_LEFT_FOR_FEWER = 0.3  # one less only where the others would have no more in use than this
+SLOTS_LEFT_FOR_FEWER = 0.5  # likewise, of their slots
 
 
 def connect(address: str) -> None:
@@ -47,26 +43,25 @@ def connect(address: str) -> None:
     try:
         import ray
     except ImportError:
-        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
+        raise ConfigError(NO_RAY) from None
     try:
         ray.init(address=address, namespace="cllm", log_to_driver=False, logging_level="error")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ServerUnreachable(
-            f"no cluster at {address} ({reason}): run this on one of its machines, after `cllm cluster head` "
-            "or `cllm cluster join`"
+            f"no cluster at {address} ({describe_error(error)}): run this on one of its machines, after "
+            "`cllm cluster head` or `cllm cluster join`"
         ) from None
 
 
 def count_cpus() -> int:
-    """The CPUs of the smallest machine."""
+    """Count the CPUs of the smallest machine."""
     import ray
 
     return int(min((node["Resources"].get("CPU", 1) for node in ray.nodes() if node["Alive"]), default=1))
 
 
 def _import_serve() -> Any:
-    """Serve, which sets up its log when it is imported: only warnings are for a terminal."""
+    """Import Serve, which sets up its log then: only warnings are for a terminal."""
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -74,19 +69,27 @@ def _import_serve() -> Any:
 
 
 def deploy(
-    settings: ReplicaSettings, scale: Scale, prepare: Callable[[ReplicaSettings], EngineConfig]
+    settings: ReplicaSettings,
+    prepare: Callable[[ReplicaSettings], EngineConfig],
+    *,
+    replicas: int,
+    max_replicas: int,
+    gpus: float,
 ) -> None:
-    """Put a model's replicas, or change them one by one while the rest serves. Raises SetupError."""
+    """Deploy a model's replicas, or change them one by one while the rest serves. Raises SetupError.
+
+    Each takes CPUs for its threads. With more than `replicas` at most, they are scaled between both.
+    """
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     serve = _import_serve()
-    scaled: dict[str, Any] = {"num_replicas": scale.replicas}
-    if scale.max_replicas > scale.replicas:
-        policy = AutoscalingPolicy(policy_function="cllm.cluster.autoscaling:decide")
+    scaled: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas > replicas:
+        policy = AutoscalingPolicy(policy_function="cllm.cluster.deployment:decide")
         scaled = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.replicas,
-                max_replicas=scale.max_replicas,
+                min_replicas=replicas,
+                max_replicas=max_replicas,
                 policy=policy,
                 upscale_delay_s=0.0,
                 downscale_delay_s=60.0,
@@ -99,7 +102,7 @@ def deploy(
         name="Replica",
         version=sha256(encoded).hexdigest()[:16],  # without it, each deployment replaces all replicas
         _internal=True,  # which allows a version
-        ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        ray_actor_options={"num_cpus": float(settings.engine.threads), "num_gpus": gpus},
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=2 * HEALTH_S,
         graceful_shutdown_timeout_s=settings.drain_s + 5.0,
@@ -116,8 +119,50 @@ def deploy(
         ) from error
 
 
+def count_replicas(
+    now: int, kv_used: Collection[float], requests: float, waiting: float, slots: float
+) -> int:
+    """Count the replicas needed. `kv_used` is a share for each that reports, `slots` are those of each."""
+    reporting = len(kv_used)
+    if not reporting or slots <= 0:
+        return now
+    needed = reporting
+    if sum(kv_used) >= MAX_KV_USED * reporting:
+        needed = reporting + 1
+    if waiting > 0:
+        needed = max(needed, reporting + math.ceil(waiting / slots))
+    if needed > reporting:
+        return max(now, needed)
+    fewer = reporting - 1
+    if fewer > 0 and (
+        sum(kv_used) <= KV_LEFT_FOR_FEWER * fewer and requests <= SLOTS_LEFT_FOR_FEWER * slots * fewer
+    ):
+        return min(now, fewer)
+    return now
+
+
+def decide(context: Any) -> tuple[int, dict[str, Any]]:
+    """Decide on the number of replicas, by the KV memory in use and what waits for a slot.
+
+    Serve calls this in its controller, by name, with the figures of `Replica.record_autoscaling_stats`, and
+    applies the delays: none to add a replica, a minute of lower need before one is removed. Returns the
+    number and the state that Serve keeps for the policy.
+    """
+    figures: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+
+    def total(name: str) -> float:
+        return sum(figures.get(name, {}).values())
+
+    kv_used, slots = (tuple(figures.get(name, {}).values()) for name in ("kv_used", "slots"))
+    needed = count_replicas(
+        context.target_num_replicas, kv_used, total("requests"), total("waiting"), max(slots, default=0.0)
+    )
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return max(least, min(most, needed)), context.policy_state
+
+
 def describe_failure(name: str) -> str:
-    """What Serve says of a model's deployment."""
+    """Return the error of Serve about a model's deployment."""
     app = _import_serve().status().applications.get(name)
     messages = [] if app is None else [app.message, *(each.message for each in app.deployments.values())]
     lines: list[str] = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
@@ -131,7 +176,7 @@ def remove(name: str) -> None:
 
 
 def list_deployments() -> dict[str, tuple[str, dict[str, int], str]]:
-    """By model: the status, the count of replicas by state, and the message of Serve."""
+    """List by model the status, the count of replicas by state, and the message of Serve."""
     found = {}
     for name, app in _import_serve().status().applications.items():
         states: dict[str, int] = {}
@@ -142,7 +187,7 @@ def list_deployments() -> dict[str, tuple[str, dict[str, int], str]]:
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """The machines: address, alive, resources."""
+    """List the machines with address, `alive` and resources."""
     import ray
 
     return [
@@ -151,25 +196,18 @@ def list_nodes() -> list[dict[str, Any]]:
     ]
 
 
-def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, Load]:
-    """How replicas are, of those that answer."""
+def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, ReplicaReport]:
+    """Ask replicas for their load; those that do not answer are left out."""
 
-    async def ask(address: ReplicaAddress) -> Load | None:
+    async def ask(address: ReplicaAddress) -> ReplicaReport | None:
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Load] = loop.create_future()
+        found: asyncio.Future[ReplicaReport] = loop.create_future()
 
         def received(link: Link, message: object) -> None:
-            if isinstance(message, Load) and not found.done():
+            if isinstance(message, ReplicaReport) and not found.done():
                 found.set_result(message)
 
-        link = Link(
-            FromReplica,
-            address.key,
-            name="-status",
-            opened=lambda *_: None,
-            received=received,
-            lost=lambda _: None,
-        )
+        link = Link(FromReplica, address.key, name="-status", received=received)
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await loop.create_connection(lambda: link, address.host, address.port)
@@ -177,7 +215,7 @@ def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, Load]:
         link.abort()
         return None
 
-    async def ask_all() -> list[Load | None]:
+    async def ask_all() -> list[ReplicaReport | None]:
         return await asyncio.gather(*map(ask, addresses))
 
     loads = asyncio.run(ask_all())

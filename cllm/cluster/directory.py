@@ -1,5 +1,7 @@
 """Directory: the replicas of each model by name, in the key-value store of Ray's head. Imports Ray when used.
 
+A model has the same name and digest on all machines of a cluster.
+
 A gateway reads it with a client of the head alone. So its machine needs no Ray node, and Ray's way to end
 every process of a cluster whose head is gone does not reach the gateway.
 """
@@ -7,22 +9,48 @@ every process of a cluster whose head is gone does not reach the gateway.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from cllm.cluster.link import ReplicaAddress
+from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ServerUnreachable
 
-log = logging.getLogger(__name__)
 NAMESPACE = b"cllm"
 CALL_S = 2.0
 DEFAULT_PORT = 6379
 TOKEN_FILE = "~/.config/cllm/cluster-token"
+NO_RAY = "Ray is not installed: pip install 'cllm[cluster]'"
+
+
+def name_deployment(engine: EngineConfig, path: Path) -> str:
+    """Name a model in a cluster: by its alias, or its file."""
+    return (engine.alias or path.stem).replace("/", "-")
+
+
+def digest_model(path: Path) -> str:
+    """Hash the header and the tensor list of each part, and their sizes, not the weights.
+
+    Raises ModelFileError.
+    """
+    from cllm.backend.llama.gguf import GgufHeader  # which a gateway's cluster worker does without
+
+    digest = sha256()
+    for part in GgufHeader(path).parts:
+        digest.update(f"{part.path.stat().st_size} ".encode())
+        with part.path.open("rb") as file:
+            digest.update(file.read(part.header_bytes))
+    return digest.hexdigest()[:32]
+
+
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error of Ray's, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def use_token() -> None:
@@ -36,7 +64,7 @@ def use_token() -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of a head. Raises ConfigError."""
+    """Split the address of a head into host and port. Raises ConfigError."""
     host, _, port = address.partition(":")
     if not host or (port and not port.isdigit()):
         raise ConfigError(f"--cluster takes HOST or HOST:PORT of a head, not {address[:100]!r}")
@@ -44,7 +72,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_head(address: str) -> str:
-    """The address of a head as numbers, if something listens there. Raises SetupError."""
+    """Return the address of a head as numbers, if something listens there. Raises SetupError."""
     host, port = split_address(address)
     try:
         with socket.create_connection((host, port), CALL_S) as connection:
@@ -58,12 +86,22 @@ def check_head(address: str) -> str:
 
 
 def open_here() -> tuple[RayDirectory, str]:
-    """The directory of the cluster that this process is part of, and the address of its machine."""
+    """Open the directory of the cluster that this process is part of; also the address of its machine."""
     import ray
 
     context = ray.get_runtime_context()
     here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     return RayDirectory(context.gcs_address), here["NodeManagerAddress"]
+
+
+class Directory(Protocol):
+    """The replicas of a cluster: each enters itself, gateways find them there."""
+
+    def put(self, model: str, address: ReplicaAddress) -> None: ...
+
+    def remove(self, model: str, replica: str) -> None: ...
+
+    def list(self, model: str) -> list[ReplicaAddress]: ...
 
 
 class RayDirectory:
@@ -75,7 +113,7 @@ class RayDirectory:
         self._client: Any = None
 
     def _connect(self) -> Any:
-        """A client of the head. Raises ServerUnreachable: Ray's own would wait, and end the process."""
+        """Connect to the head. Raises ServerUnreachable; Ray's own client would wait, and end the process."""
         try:
             address = check_head(f"{self._host}:{self._port}")
         except ServerUnreachable:
@@ -85,18 +123,18 @@ class RayDirectory:
             try:
                 from ray._raylet import GcsClient
             except ImportError:
-                raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
+                raise ConfigError(NO_RAY) from None
             self._client = GcsClient(address=address)
         return self._client
 
     def _call(self, name: str, *arguments: object) -> Any:
-        """Raises ServerUnreachable, also where the token is wrong."""
+        """Call the store. Raises ServerUnreachable, also where the token is wrong."""
         client = self._connect()
         try:
             return getattr(client, name)(*arguments, NAMESPACE, CALL_S)
         except Exception as error:  # of Ray: many kinds
             self._client = None
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            reason = describe_error(error)
             raise ServerUnreachable(f"the head at {self._host}:{self._port} refuses: {reason}") from None
 
     def put(self, model: str, address: ReplicaAddress) -> None:
@@ -107,7 +145,7 @@ class RayDirectory:
         self._call("internal_kv_del", f"{model}/{replica}".encode(), False)
 
     def list(self, model: str) -> list[ReplicaAddress]:
-        """The replicas of a model, with those that are gone and not removed yet."""
+        """List the replicas of a model, with those that are gone and not removed yet."""
         keys = self._call("internal_kv_keys", f"{model}/".encode())
         found = []
         for key in keys:

@@ -20,8 +20,8 @@ from typing import cast
 import msgspec
 
 from cllm.cluster.placer import ReplicaReport
-from cllm.workers.channel import FrameBuffer, pack_frame
-from cllm.workers.messages import (
+from cllm.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     Died,
@@ -29,19 +29,19 @@ from cllm.workers.messages import (
     Inspect,
     Inspection,
     Ready,
-    StateFileDone,
     StepReport,
     Submit,
 )
+from cllm.workers.channel import FrameBuffer, pack_frame
 
 HANDSHAKE_S = 3.0
 MAX_HANDSHAKE_BYTES = 1024
-MAX_UNREAD_BYTES = 64 << 20  # a gateway that does not read so much is taken for gone
+MAX_UNREAD_BYTES = 64 << 20  # a gateway that leaves more unread is taken for gone
 _NONCE = 32
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica listens, with the key to it, and what it computes."""
+    """Address of a replica, with the key to it, and its model."""
 
     replica: str
     host: str
@@ -55,17 +55,8 @@ class Draining(msgspec.Struct, frozen=True, tag=True):
     """The replica will end: it finishes what it has, and takes nothing new."""
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """What a replica says of itself every other second: for placement, metrics and autoscaling."""
-
-    report: ReplicaReport
-    cells: int = 0
-    cells_used: int = 0
-    gateways: tuple[str, ...] = ()  # that are connected
-
-
 ToReplica = Submit | Cancel | Inspect | ClearCache
-FromReplica = StepReport | Inspection | StateFileDone | Ready | Died | Heartbeat | Load | Draining
+FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | ReplicaReport | Draining
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -78,9 +69,9 @@ class Link(asyncio.Protocol):
         kind: object,
         key: bytes,
         *,
-        opened: Callable[[Link, str], None],
         received: Callable[[Link, object], None],
-        lost: Callable[[Link], None],
+        opened: Callable[[Link, str], None] = lambda link, name: None,
+        lost: Callable[[Link], None] = lambda link: None,
         name: str = "",
     ) -> None:
         """`kind` is the type of what is received. With a `name` it is a gateway's end, which goes first."""
@@ -107,7 +98,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = self._loop.time()
-        self._buffer.add(data)
+        self._buffer += data
         try:
             while (frame := self._buffer.take()) is not None:
                 if self.open:

@@ -1,22 +1,103 @@
-"""Placer: the replica from which the first token of a request is expected soonest.
+"""Placer of replicas: chooses the one from which the first token of a request is expected soonest.
 
-Pure code without a clock: the router, the simulation and the tests say what happens.
+A prompt is chained hashes of its blocks of 64 tokens, apart for each tenant; an index has the replicas that
+hold a block in their KV cache. Pure code without a clock: relay, simulation and tests say what happens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 import msgspec
 
-from cllm.cluster.block_hashes import BLOCK_TOKENS
-from cllm.cluster.block_index import BlockIndex
 from cllm.errors import EngineNotReady
+
+BLOCK_TOKENS = 64
+
+
+def hash_blocks(tokens: Sequence[int], tenant: str = "") -> tuple[int, ...]:
+    """Hash each whole block of a prompt; a hash stands for all tokens up to the end of its block.
+
+    The last token is always computed, so that a block which ends with it is left out.
+    """
+    data = array("i", tokens).tobytes()
+    size = BLOCK_TOKENS * array("i").itemsize
+    key = blake2b(tenant.encode(), digest_size=8).digest()
+    hashes = []
+    for end in range(size, len(data), size):
+        key = blake2b(data[end - size : end], digest_size=8, key=key).digest()
+        hashes.append(int.from_bytes(key, "little"))
+    return tuple(hashes)
+
+
+class BlockIndex:
+    """Sets of replicas by block hash, as bits: one look-up a block tells of all replicas."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}  # by block: a bit for each replica
+        self._blocks: dict[int, set[int]] = {}  # by replica
+
+    def count(self, replica: int) -> int:
+        """Count the blocks that a replica is known to hold."""
+        return len(self._blocks.get(replica, ()))
+
+    def add(self, replica: int, blocks: Iterable[int]) -> None:
+        """Add blocks that a replica holds, or will hold soon."""
+        bit, holders = 1 << replica, self._holders
+        known = self._blocks.setdefault(replica, set())
+        for block in blocks:
+            if block not in known:
+                known.add(block)
+                holders[block] = holders.get(block, 0) | bit
+
+    def replace(self, replica: int, blocks: Collection[int]) -> None:
+        """Set the blocks that a replica holds."""
+        new = set(blocks)
+        self._discard(replica, self._blocks.get(replica, set()) - new)
+        self.add(replica, new)
+
+    def remove(self, replica: int) -> None:
+        """Forget a replica that has gone."""
+        self._discard(replica, self._blocks.pop(replica, set()))
+
+    def _discard(self, replica: int, blocks: Collection[int]) -> None:
+        bit, holders, known = 1 << replica, self._holders, self._blocks.get(replica, set())
+        known.difference_update(blocks)
+        for block in blocks:
+            if left := holders[block] & ~bit:
+                holders[block] = left
+            else:
+                del holders[block]
+
+    def find(self, blocks: Sequence[int]) -> dict[int, int]:
+        """Count a prompt's first blocks on each replica; those that hold none are left out."""
+        holders, found = self._holders, dict[int, int]()
+        last = holders.get(blocks[0], 0) if blocks else 0
+        for count in range(1, len(blocks)):
+            now = last & holders.get(blocks[count], 0)
+            if now != last:
+                for replica in _bits(last & ~now):
+                    found[replica] = count
+                if not now:
+                    return found
+                last = now
+        for replica in _bits(last):
+            found[replica] = len(blocks)
+        return found
+
+
+def _bits(number: int) -> Iterable[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
 
 
 class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica has measured of itself."""
+    """The speed of a replica, as it has measured it."""
 
     prefill_token_s: float  # beside what else it computes; a relay completes what is not measured yet: 0
     restore_token_s: float = 0.0  # of a prefix that is in its cache
@@ -24,18 +105,18 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1
 
 
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica says of itself every other second."""
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load of a replica, which it sends every other second for placement, metrics and autoscaling."""
 
     speed: ReplicaSpeed
-    requests: Mapping[
-        str, int
-    ]  # all that it has, by id: tokens that are still to be computed for the first token
+    requests: Mapping[str, int]  # all that it has: tokens that are still to be computed before the first one
     blocks: Collection[int] | None = None  # of prompts, in its cache; None: as before
-    free_cells: int = 0
+    cells: int = 0
+    cells_used: int = 0
+    gateways: tuple[str, ...] = ()  # that are connected
 
 
-class Placement(msgspec.Struct, frozen=True):
+class ReplicaChoice(msgspec.Struct, frozen=True):
     """A request on its way to a replica."""
 
     request_id: str
@@ -45,18 +126,18 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class _Replica:
-    """What is known of one replica: its last report, and what was placed there since."""
+    """State of one replica: its last report, and the requests placed there since."""
 
     def __init__(self, report: ReplicaReport) -> None:
         self.requests: dict[str, int] = {}  # by id: pending tokens
         self.pending = 0  # the sum of them
-        self.placed: dict[str, Placement] = {}  # by this placer, not ended
+        self.placed: dict[str, ReplicaChoice] = {}  # by this placer, not ended
         self.ready_s = 0.0  # until it begins with a new prompt
         self.renew(report)
 
     def renew(self, report: ReplicaReport) -> None:
-        """What is still on its way is not in the report; what has had its first token is pending no more."""
-        self.speed, self.free_cells = report.speed, report.free_cells
+        """Take a report. It lacks requests on their way; those with a first token are pending no more."""
+        self.speed, self.free_cells = report.speed, max(0, report.cells - report.cells_used)
         requests = dict(report.requests)
         for request_id, placement in self.placed.items():
             known = self.requests.get(request_id, 0)
@@ -79,12 +160,12 @@ class _Replica:
         self.ready_s = pending * speed.prefill_token_s + excess * speed.slot_s / speed.slots
 
     def seconds(self, tokens: int, hit: int) -> float:
-        """Until the first token of such a prompt, of which `hit` tokens are in its cache."""
+        """Expect the time to the first token of a prompt, of which `hit` tokens are in the cache."""
         speed = self.speed
         return self.ready_s + (tokens - hit) * speed.prefill_token_s + hit * speed.restore_token_s
 
 
-class Placer:
+class ReplicaPlacer:
     """Places requests on replicas, which are numbers. One for each gateway.
 
     Gateways do not see what the others place between two reports, and all would choose the same idle replica.
@@ -101,11 +182,11 @@ class Placer:
         self.index = BlockIndex()
 
     def share(self, gateway: int, gateways: int) -> None:
-        """This is one of so many gateways from now on."""
+        """Set the number of this gateway, and how many there are."""
         self._gateway, self._gateways = gateway, gateways
 
     def report(self, replica: int, report: ReplicaReport) -> None:
-        """A replica says how it is; the first time, it joins."""
+        """Take the report of a replica; with the first one it joins."""
         if (known := self._replicas.get(replica)) is None:
             known = self._replicas[replica] = _Replica(report)
         else:
@@ -114,15 +195,14 @@ class Placer:
             on_their_way = (block for each in known.placed.values() for block in each.blocks)
             self.index.replace(replica, {*report.blocks, *on_their_way})
 
-    def remove(self, replica: int) -> list[Placement]:
-        """A replica has gone; what was placed there and has not ended."""
-        gone = self._replicas.pop(replica, None)
+    def remove(self, replica: int) -> None:
+        """Forget a replica that has gone."""
+        self._replicas.pop(replica, None)
         self.index.remove(replica)
-        return [] if gone is None else list(gone.placed.values())
 
     def place(
         self, request_id: str, tokens: int, blocks: Sequence[int], without: Collection[int] = ()
-    ) -> Placement:
+    ) -> ReplicaChoice:
         """Choose a replica and count the request there at once. Raises EngineNotReady: there is none."""
         hits = self.index.find(blocks)
         best, best_s, best_hit, free_cells = -1, math.inf, 0, 0
@@ -137,7 +217,7 @@ class Placer:
                 best, best_s, best_hit, free_cells = number, seconds, hit, replica.free_cells
         if best < 0:
             raise EngineNotReady("no replica is there to compute this request")
-        placement = Placement(request_id, best, tokens - best_hit, blocks)
+        placement = ReplicaChoice(request_id, best, tokens - best_hit, blocks)
         self._mean_tokens += (1 - self.MEMORY) * (placement.tokens - self._mean_tokens)
         chosen = self._replicas[best]
         chosen.placed[request_id] = placement
@@ -145,11 +225,11 @@ class Placer:
         self.index.add(best, blocks)
         return placement
 
-    def first_token(self, placement: Placement) -> None:
-        """It has begun: its prompt is computed."""
+    def first_token(self, placement: ReplicaChoice) -> None:
+        """Count a request as begun: its prompt is computed."""
         if (replica := self._replicas.get(placement.replica)) is not None:
             replica.set_pending(placement.request_id, 0)
 
-    def ended(self, placement: Placement) -> None:
+    def ended(self, placement: ReplicaChoice) -> None:
         if (replica := self._replicas.get(placement.replica)) is not None:
             replica.forget(placement.request_id)

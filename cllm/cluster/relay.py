@@ -16,13 +16,12 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.cluster.block_hashes import hash_blocks
-from cllm.cluster.gathering import Gathering, add_stats, merge_ready
-from cllm.cluster.link import Draining, FromReplica, Load
-from cllm.cluster.placer import Placement, Placer, ReplicaReport
+from cllm.cluster.link import Draining, FromReplica
+from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer, ReplicaReport, hash_blocks
+from cllm.cluster.replica_metrics import ReplicaMetrics, add_states, add_work, merge_ready
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
-from cllm.types import Failure, FinishReason, Request, RequestOutput
-from cllm.workers.messages import (
+from cllm.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     ClusterReport,
@@ -34,14 +33,14 @@ from cllm.workers.messages import (
     Ready,
     ReplicaStatus,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Submit,
     Unready,
-    UseStateFile,
+    UseSlot,
 )
-from cllm.workers.resumption import ResumableRequest
+from cllm.types import Failure, FinishReason, Request, RequestOutput
+from cllm.workers.supervisor import ResumableRequest
 
 log = logging.getLogger(__name__)
 _replace = msgspec.structs.replace
@@ -59,8 +58,8 @@ class RelayedRequest(ResumableRequest):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.replica: RemoteReplica | None = None  # None: it waits for one
-        self.placement: Placement | None = None
+        self.replica: RemoteReplica | None = None  # None while it waits for one
+        self.placement: ReplicaChoice  # the last
         self.placed = 0  # times
         self.silent = True  # nothing has come from where it is
 
@@ -73,7 +72,7 @@ class RemoteReplica:
         self.name = name
         self.link = link
         self.ready: Ready | None = None
-        self.load: Load | None = None
+        self.load: ReplicaReport | None = None
         self.draining = False
         self.stats = StepStats()  # the last
         self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
@@ -92,7 +91,7 @@ class RemoteReplica:
         return ReplicaStatus(
             name=self.name,
             ready=self.available,
-            requests=len(self.requests) if load is None else len(load.report.requests),
+            requests=len(self.requests) if load is None else len(load.requests),
             slots=self.slots,
             cells=0 if load is None else load.cells,
             cells_used=0 if load is None else load.cells_used,
@@ -117,13 +116,13 @@ class Relay:
         """`name` of this gateway, unique in the cluster. `absent` says what is wrong where none is there."""
         self._emit, self._name, self._absent, self._clock = emit, name, absent, clock
         self._share = share_across_tenants
-        self._placer = Placer()
+        self._placer = ReplicaPlacer()
         self._requests: dict[str, RelayedRequest] = {}
         self._waiting: deque[RelayedRequest] = deque()  # for a replica
         self._suspects: deque[RelayedRequest] = deque()  # each is to run alone
         self._isolated: RelayedRequest | None = None  # it does now, and no other is placed beside it
         self.replicas: list[RemoteReplica] = []
-        self._calls: dict[int, Gathering] = {}
+        self._calls: dict[int, ReplicaMetrics] = {}
         self._snapshots = itertools.count(1)
         self._outputs: list[RequestOutput] = []  # for the next report
         self._work: StepStats | None = None
@@ -140,12 +139,12 @@ class Relay:
                 self._place(relayed)
             case Cancel(request_id):
                 self._cancel(request_id)
-            case UseStateFile(call_id):
-                why = "state files are of one machine: they cannot be used with --cluster"
-                self._emit(StateFileDone(call_id, failure=Failure(NotSupported.code, why)))
+            case UseSlot(call_id):
+                why = "slots are of one machine: they cannot be used with --cluster"
+                self._emit(CacheDone(call_id, failure=Failure(NotSupported.code, why)))
             case Inspect() | ClearCache():
                 asked = [replica for replica in self.replicas if replica.ready is not None]
-                self._calls[command.call_id] = Gathering(command, asked, next(self._snapshots))
+                self._calls[command.call_id] = ReplicaMetrics(command, asked, next(self._snapshots))
                 for replica in asked:
                     replica.link.send(command)
                 self._settle_calls()
@@ -155,13 +154,12 @@ class Relay:
             return
         relayed.cancelled = True
         if relayed.replica is not None:
-            assert relayed.placement is not None
             relayed.replica.link.send(Cancel(relayed.placement.request_id))
         else:
             for queue in (self._waiting, self._suspects):
                 if relayed in queue:
                     queue.remove(relayed)
-            self._end(relayed, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            self._fail(relayed)
 
     # Placement ---------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class Relay:
 
     def _send(self, relayed: RelayedRequest, closed: set[int]) -> None:
         request = relayed.submission
-        tokens = (*request.prompt, *request.generated_prefix)
+        tokens = (*request.prompt.items, *request.generated_prefix)
         tenant = "" if self._share else request.tenant
         blocks = hash_blocks(tokens, tenant) if request.reuse and tokens else ()
         name = f"{request.id}~{self._name}.{relayed.placed}"
@@ -201,32 +199,31 @@ class Relay:
         self._isolated = relayed = self._suspects.popleft()
         chosen = min(available, key=lambda replica: len(replica.requests))
         others = [each for each in chosen.requests.values() if not each.cancelled]
-        for other in others:
-            self._withdraw(other)
+        self._withdraw(others, chosen)
         log.warning("request %s runs alone on replica %s", relayed.request.id, chosen.name)
         self._send(relayed, {each.number for each in self.replicas if each is not chosen})
         for other in others:
             self._place(other)
 
     def _release(self) -> None:
-        """The isolated request has ended, or is cleared: its replica takes others again."""
+        """Let the replica of the isolated request, which has ended or is cleared, take others again."""
         self._isolated = None
         self._isolate()
         self._place_waiting()
 
-    def _withdraw(self, relayed: RelayedRequest) -> None:
-        """Take a request from its replica, to place it again."""
-        assert relayed.replica is not None and relayed.placement is not None
-        relayed.replica.link.send(Cancel(relayed.placement.request_id))
-        self._detach(relayed)
-        relayed.resume()
-        self.moved += 1
+    def _withdraw(self, relayed: Sequence[RelayedRequest], replica: RemoteReplica) -> None:
+        """Take requests from their replica, to place them again."""
+        for each in relayed:
+            replica.link.send(Cancel(each.placement.request_id))
+            self._detach(each)
+            each.resume()
+        self.moved += len(relayed)
 
     def _detach(self, relayed: RelayedRequest) -> None:
-        assert relayed.replica is not None and relayed.placement is not None
+        assert relayed.replica is not None
         relayed.replica.requests.pop(relayed.placement.request_id, None)
         self._placer.ended(relayed.placement)
-        relayed.replica = relayed.placement = None
+        relayed.replica = None
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, deque()
@@ -234,22 +231,21 @@ class Relay:
             self._place(relayed)
 
     def _rebalance(self, joined: RemoteReplica) -> None:
-        """A replica has come: what waits for a slot elsewhere may go there."""
+        """Move requests that wait for a slot elsewhere to a replica that has joined."""
         for replica in self.replicas:
             excess = len(replica.requests) - replica.slots
             if replica is joined or excess <= 0:
                 continue
             silent = [each for each in replica.requests.values() if each.silent and not each.cancelled]
             chosen = silent[-min(excess, joined.slots) :]
-            for relayed in chosen:
-                self._withdraw(relayed)
+            self._withdraw(chosen, replica)
             for relayed in chosen:
                 self._place(relayed)
 
     # Replicas ----------------------------------------------------------------------------------------
 
     def join(self, name: str, link: Sender) -> RemoteReplica:
-        """A replica is connected. It is used when it has said that it is ready, and how it is."""
+        """Add a replica that is connected. It is used when it has sent `Ready` and its load."""
         used = {replica.number for replica in self.replicas}
         replica = RemoteReplica(next(n for n in itertools.count() if n not in used), name, link)
         self.replicas.append(replica)
@@ -260,10 +256,10 @@ class Relay:
             case StepReport(outputs, stats):
                 self._process(replica, outputs)
                 replica.stats = stats
-                self._work = stats if self._work is None else add_stats(self._work, stats)
-            case Load(report, gateways=gateways):
+                self._work = stats if self._work is None else add_work(self._work, stats)
+            case ReplicaReport(gateways=gateways):
                 joined, replica.load = not replica.available, message
-                self._placer.report(replica.number, self._complete(report))
+                self._placer.report(replica.number, self._complete(message))
                 if self._name in gateways:
                     self._placer.share(sorted(gateways).index(self._name), len(gateways))
                 if joined and replica.available:
@@ -277,24 +273,24 @@ class Relay:
             case Draining():
                 replica.draining = True
                 self._announce()
-            case Inspection(call_id) | StateFileDone(call_id):
-                if (gathering := self._calls.get(call_id)) is not None:
-                    gathering.add(replica, message)
+            case Inspection(call_id) | CacheDone(call_id):
+                if (metrics := self._calls.get(call_id)) is not None:
+                    metrics.add(replica, message)
                     self._settle_calls()
             case Heartbeat():
                 pass
 
     def _complete(self, report: ReplicaReport) -> ReplicaReport:
-        """A replica that has computed no prompt yet is expected to be as fast as the others."""
+        """Expect a replica that has computed no prompt yet to be as fast as the others."""
         if report.speed.prefill_token_s:
             return report
-        speeds = [each.load.report.speed.prefill_token_s for each in self.replicas if each.load is not None]
+        speeds = [each.load.speed.prefill_token_s for each in self.replicas if each.load is not None]
         known = [speed for speed in speeds if speed]
         expected = sum(known) / len(known) if known else DEFAULT_PREFILL_TOKEN_S
         return _replace(report, speed=_replace(report.speed, prefill_token_s=expected))
 
     def leave(self, replica: RemoteReplica, why: str) -> None:
-        """A replica is gone; its requests go on elsewhere. None is to blame where it was to end."""
+        """Remove a replica that is gone; its requests go on elsewhere, without blame where it was to end."""
         log.warning("replica %s is gone: %s (%d requests go on)", replica.name, why, len(replica.requests))
         self.replicas.remove(replica)
         self._move_all(replica, blame=not replica.draining)
@@ -314,30 +310,29 @@ class Relay:
         replica.requests.clear()
         failed = []
         for relayed in moved:
-            relayed.replica = relayed.placement = None
+            relayed.replica = None
             if blame and relayed.blame():
                 failed.append(relayed)
         if self._isolated in moved:
             self._isolated = None
         for relayed in moved:
             if relayed.cancelled:
-                reason = FinishReason.CANCELLED
-                self._end(relayed, RequestOutput(request_id=relayed.request.id, finish_reason=reason))
+                self._fail(relayed)
             elif relayed in failed:
                 self._fail(relayed, PoisonRequest("a replica died each time it computed this request"))
             else:
                 relayed.resume()
                 self.moved += 1
                 self._place(relayed)
-        for gathering in self._calls.values():
-            gathering.drop(replica)
+        for metrics in self._calls.values():
+            metrics.drop(replica)
         self._settle_calls()
         if self._isolated is None:
             self._release()
         self._announce()
 
     def _announce(self) -> None:
-        """Say what the replicas are together, or that there is none."""
+        """Report the replicas together as ready, or that there is none."""
         self.flush()
         ready = [each.ready for each in self.replicas if each.available and each.ready is not None]
         if ready:
@@ -363,7 +358,7 @@ class Relay:
             self._emit(Unready(error.message, given_up=True))
 
     def report(self) -> ClusterReport:
-        """The replicas as they are now."""
+        """Report the state of the replicas."""
         return ClusterReport(tuple(replica.describe() for replica in self.replicas), self.moved)
 
     # Outputs -----------------------------------------------------------------------------------------
@@ -375,7 +370,6 @@ class Relay:
                 continue
             if relayed.silent:
                 relayed.silent = False
-                assert relayed.placement is not None
                 self._placer.first_token(relayed.placement)
             so_far = output.usage_so_far
             if output.tokens:
@@ -395,9 +389,11 @@ class Relay:
                 self._detach(relayed)
                 self._end(relayed, output)
 
-    def _fail(self, relayed: RelayedRequest, error: CllmError) -> None:
-        failure = Failure(error.code, error.message)
-        output = RequestOutput(request_id=relayed.request.id, finish_reason=FinishReason.ERROR, error=failure)
+    def _fail(self, relayed: RelayedRequest, error: CllmError | None = None) -> None:
+        """End a request that no replica computes: with an error, or as cancelled."""
+        reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
+        failure = None if error is None else Failure(error.code, error.message)
+        output = RequestOutput(request_id=relayed.request.id, finish_reason=reason, error=failure)
         self._end(relayed, output)
 
     def _end(self, relayed: RelayedRequest, output: RequestOutput) -> None:
@@ -412,8 +408,8 @@ class Relay:
             outputs, self._outputs = tuple(self._outputs), []
             work, self._work = self._work or StepStats(), None
             states = [replica.stats for replica in self.replicas]
-            self._emit(StepReport(outputs, add_stats(work, *states, states=True)))
+            self._emit(StepReport(outputs, add_states(work, states)))
 
     def _settle_calls(self) -> None:
-        for call_id in [call_id for call_id, gathering in self._calls.items() if gathering.complete]:
+        for call_id in [call_id for call_id, metrics in self._calls.items() if metrics.complete]:
             self._emit(self._calls.pop(call_id).answer())

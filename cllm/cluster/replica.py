@@ -12,19 +12,20 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
 
 import msgspec
 
 import cllm
-from cllm.cluster.link import Draining, Link, Load, ReplicaAddress, ToReplica
-from cllm.cluster.replica_load import ReplicaLoad
+from cllm.cluster.directory import Directory
+from cllm.cluster.link import Draining, Link, ReplicaAddress, ToReplica
+from cllm.cluster.placer import BLOCK_TOKENS, ReplicaReport, ReplicaSpeed, hash_blocks
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, EngineDied, EngineNotReady, from_code
-from cllm.workers.executor import encode
-from cllm.workers.messages import (
+from cllm.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     Command,
@@ -32,26 +33,30 @@ from cllm.workers.messages import (
     Heartbeat,
     Inspect,
     Inspection,
-    Loading,
+    LoadProgress,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
+    StepStats,
     Submit,
 )
+from cllm.types import Limits, Request, RequestOutput
+from cllm.workers.executor import encode
 from cllm.workers.supervisor import WORKER_MODULE, Backoff, Supervisor
 
 log = logging.getLogger(__name__)
 LOAD_S = 2.0  # between two loads, and between two entries in the directory
 HEARTBEAT_S = 1.0
+MEMORY = 0.9  # of a mean, at each new value
+MIN_PREFILL_TOKENS = 64  # more than rows, in a step that tells how long a token of a prompt takes
+NO_LIMITS = Limits(sequences=1, cells=0, sequence_cells=0, request_tokens=0, batch_tokens=0)
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica computes. `given` are the engine's settings that were set explicitly."""
+    """Settings of a replica."""
 
     name: str  # of the model
     engine: EngineConfig
-    given: tuple[str, ...] = ()  # sorted: Serve replaces replicas whose settings are not the same bytes
     module: str = WORKER_MODULE
     version: str = cllm.__version__  # of cllm
     digest: str = ""  # of the model's file
@@ -59,12 +64,108 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
-class Directory(Protocol):
-    """Where gateways find replicas."""
+class ReplicaLoad:
+    """Load of an engine, for the gateways that place there: requests, speed and cache.
 
-    def put(self, model: str, address: ReplicaAddress) -> None: ...
+    It follows what goes to the engine and what comes back. Times are given by the caller.
+    """
 
-    def remove(self, model: str, replica: str) -> None: ...
+    def __init__(self, *, share_across_tenants: bool = False) -> None:
+        self._share = share_across_tenants
+        self._limits = NO_LIMITS
+        self.stats = StepStats()
+        self.requests: dict[str, int] = {}  # tokens until the first one comes, by request
+        self._began: dict[str, float] = {}
+        self._prompts: dict[str, tuple[str, list[int]]] = {}  # tenant and tokens, of those that leave blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._changed = True  # since the blocks were reported
+        self._prefill_token_s = 0.0  # not measured yet
+        self._slot_s = 0.0
+
+    @property
+    def slots(self) -> int:
+        return self._limits.parallel or self._limits.sequences
+
+    @property
+    def cells(self) -> int:
+        return self._limits.cells
+
+    @property
+    def waiting(self) -> int:
+        """Requests beyond its slots."""
+        return max(0, len(self.requests) - self.slots)
+
+    def reset(self, limits: Limits) -> None:
+        """Follow a new engine, which has no request and no cache."""
+        self._limits, self.stats = limits, StepStats()
+        self.requests.clear()
+        self._began.clear()
+        self._prompts.clear()
+        self.forget_blocks()
+
+    def forget_blocks(self) -> None:
+        self._blocks.clear()
+        self._changed = True
+
+    def submitted(self, request: Request, now: float) -> None:
+        tokens = [*request.prompt.items, *request.generated_prefix]
+        tenant = "" if self._share else request.tenant
+        count, hit = max(1, len(tokens) or request.input_tokens), 0
+        if request.reuse and tokens:
+            blocks = hash_blocks(tokens, tenant)
+            hit = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+            self._touch(blocks)
+            self._prompts[request.id] = tenant, tokens
+        self.requests[request.id] = max(1, count - hit * BLOCK_TOKENS)
+        self._began[request.id] = now
+
+    def processed(self, outputs: Sequence[RequestOutput], stats: StepStats, now: float) -> None:
+        self.stats = stats
+        if stats.tokens >= stats.running + MIN_PREFILL_TOKENS:
+            token_s = stats.step_s / stats.tokens
+            self._prefill_token_s = _mean(self._prefill_token_s or token_s, token_s)
+        for output in outputs:
+            name = output.request_id
+            if name not in self.requests:
+                continue
+            self.requests[name] = 0
+            if name in self._prompts:
+                self._prompts[name][1].extend(output.tokens)
+            if output.finish_reason is not None:
+                held_s = now - self._began.pop(name)
+                self._slot_s = _mean(self._slot_s, held_s) if self._slot_s else held_s
+                del self.requests[name]
+                if name in self._prompts:
+                    tenant, tokens = self._prompts.pop(name)
+                    self._touch(hash_blocks([*tokens, 0], tenant))
+
+    def _touch(self, blocks: Sequence[int]) -> None:
+        """Mark blocks as used last. There are no more of them than the KV memory has room for."""
+        for block in reversed(blocks):  # a prefix outlives what follows it
+            if block not in self._blocks:
+                self._changed = True
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self.cells // BLOCK_TOKENS:
+            self._blocks.popitem(last=False)
+            self._changed = True
+
+    def report(self, gateways: tuple[str, ...] = (), *, all_blocks: bool = False) -> ReplicaReport:
+        """Report to all gateways; the blocks of its cache where they have changed, or with `all_blocks`."""
+        blocks = [*self._blocks] if all_blocks or self._changed else None
+        self._changed = False
+        return ReplicaReport(
+            speed=ReplicaSpeed(prefill_token_s=self._prefill_token_s, slot_s=self._slot_s, slots=self.slots),
+            requests=dict(self.requests),
+            blocks=blocks,
+            cells=self.cells,
+            cells_used=self.stats.cells_used,
+            gateways=gateways,
+        )
+
+
+def _mean(mean: float, value: float) -> float:
+    return MEMORY * mean + (1 - MEMORY) * value
 
 
 class EngineSupervisor(Supervisor):
@@ -83,7 +184,7 @@ class ReplicaServer:
         self._settings, self._host, self._directory = settings, host, directory
         self.name = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
-        self._load = ReplicaLoad(share_across_tenants=config.share_prefixes_across_tenants)
+        self.load = ReplicaLoad(share_across_tenants=config.share_prefixes_across_tenants)
         self._supervisor = EngineSupervisor(
             "engine", config, Report, log_level=settings.log_level, module=settings.module
         )
@@ -106,11 +207,8 @@ class ReplicaServer:
         threading.Thread(target=self._loop.run_forever, name="cllm-replica", daemon=True).start()
         self._start_engine(0.0)
         self._loaded.result(self.START_LIMIT_S)
-        self._call(self._listen()).result(30.0)
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(30.0)
         threading.Thread(target=self._enter, name="cllm-directory", daemon=True).start()
-
-    def _call(self, coroutine: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _start_engine(self, delay_s: float) -> None:
         self._supervisor.start(lambda report: self._post(self._receive, report), delay_s)
@@ -183,7 +281,7 @@ class ReplicaServer:
             link.send(Draining())
 
     def _close_link(self, link: Link) -> None:
-        """A gateway is gone: nothing reads the answers to its requests."""
+        """Cancel the requests of a gateway that is gone: nothing reads their answers."""
         name = self._links.pop(link, None)
         owned = [request_id for request_id, owner in self._owners.items() if owner is link]
         for request_id in owned:
@@ -197,7 +295,7 @@ class ReplicaServer:
                 if self._ready is None:  # the gateway hears of it, and moves the request
                     return
                 self._owners[request.id] = link
-                self._load.submitted(request, time.monotonic())
+                self.load.submitted(request, time.monotonic())
                 self._send(message)
             case Cancel():
                 self._send(message)
@@ -205,7 +303,7 @@ class ReplicaServer:
                 self._call_id += 1
                 self._calls[self._call_id] = link, call_id
                 if isinstance(message, ClearCache):
-                    self._load.forget_blocks()
+                    self.load.forget_blocks()
                 self._send(msgspec.structs.replace(message, call_id=self._call_id))
 
     def _send(self, command: Command) -> None:
@@ -216,17 +314,11 @@ class ReplicaServer:
             link.send(message)
 
     def _send_load(self, *, all_blocks: bool = False) -> None:
-        self._send_all(
-            Load(
-                report=self._load.report(all_blocks=all_blocks),
-                cells=self._load.cells,
-                cells_used=self._load.stats.cells_used,
-                gateways=tuple(name for name in self._links.values() if not name.startswith("-")),
-            )
-        )
+        gateways = tuple(name for name in self._links.values() if not name.startswith("-"))
+        self._send_all(self.load.report(gateways, all_blocks=all_blocks))
 
     async def _beat(self) -> None:
-        """Every gateway hears something every second; every other second, how it is here."""
+        """Send each gateway a heartbeat every second, and the load every other second."""
         while not self._closed:
             for _ in range(int(LOAD_S / HEARTBEAT_S)):
                 await asyncio.sleep(HEARTBEAT_S)
@@ -240,12 +332,12 @@ class ReplicaServer:
         match report:
             case StepReport():
                 self._pass_on(report)
-            case Inspection(call_id) | StateFileDone(call_id):
+            case Inspection(call_id) | CacheDone(call_id):
                 link, theirs = self._calls.pop(call_id)
                 link.send(msgspec.structs.replace(report, call_id=theirs))
             case Ready(limits=limits):
                 self._ready, self.failure = report, None
-                self._load.reset(limits)
+                self.load.reset(limits)
                 self._backoff.ready()
                 if not self._loaded.done():
                     self._loaded.set_result(None)
@@ -253,12 +345,12 @@ class ReplicaServer:
                 self._send_load(all_blocks=True)
             case Died():
                 self._restart(report)
-            case Loading():
+            case LoadProgress():
                 pass
 
     def _pass_on(self, report: StepReport) -> None:
-        """To each gateway the outputs of its own requests; all that have one here hear of the work."""
-        self._load.processed(report.outputs, report.stats, time.monotonic())
+        """Send each gateway the outputs of its own requests; all that have one here hear of the work."""
+        self.load.processed(report.outputs, report.stats, time.monotonic())
         links = set(self._owners.values())
         if len(links) == 1:
             (link,) = links
@@ -273,7 +365,7 @@ class ReplicaServer:
                 self._backoff.progress()
 
     def _restart(self, died: Died) -> None:
-        """The engine is gone: gateways move its requests, and another one is started."""
+        """Report the end of the engine, whose requests gateways move, and start another one."""
         self._ready = None
         self._owners.clear()
         self._calls.clear()
@@ -288,14 +380,6 @@ class ReplicaServer:
         if self._backoff.exhausted:
             self.failure = f"the engine crashed {self._backoff.count} times in a row: {died.message}"
         self._start_engine(delay_s)
-
-    @property
-    def load(self) -> ReplicaLoad:
-        return self._load
-
-    @property
-    def ready(self) -> bool:
-        return self._ready is not None
 
 
 class Replica:
@@ -327,7 +411,7 @@ class Replica:
             raise EngineDied(self._server.failure)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy decides by."""
+        """Return the figures that the autoscaling policy decides by."""
         load = self._server.load
         return {
             "kv_used": load.stats.cells_used / load.cells if load.cells else 0.0,

@@ -49,6 +49,8 @@ class EmbeddingScheduler:
     input at a time may be longer than a step: it is computed in chunks.
     """
 
+    streams = False
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -70,6 +72,9 @@ class EmbeddingScheduler:
         self._outputs: list[RequestOutput] = []
 
     # What comes in ---------------------------------------------------------------------------------
+
+    def accepts(self, request: Request) -> bool:
+        return bool(request.embed) or not self.runner.info.generates
 
     def add(self, request: Request) -> None:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
@@ -224,7 +229,7 @@ class EmbeddingScheduler:
     # Leaving ---------------------------------------------------------------------------------------
 
     def _fail(self, job: EmbeddingJob, error: CllmError) -> None:
-        self._finish(job, FinishReason.ERROR, Failure(error.code, error.message))
+        self._finish(job, FinishReason.ERROR, Failure.of(error))
 
     def _finish(self, job: EmbeddingJob, reason: FinishReason, error: Failure | None = None) -> None:
         """The one way out: one terminal output."""

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
+from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
-from cllm.core.kv_cache.cache_file_jobs import STALL_LIMIT_S, CacheFileJobs
+from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
-from cllm.core.kv_cache.host_cache import MIB, HostKVCache
+from cllm.core.kv_cache.tiers import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import Sequence, State
+from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
-from cllm.core.step_interrupt import StepInterrupt
-from cllm.errors import EngineDied, IntegrityError, StorageFailed
-from cllm.types import Failure, SlotInfo, Snapshot
-from cllm.workers.compute_turns import get_turns
-from cllm.workers.messages import (
+from cllm.core.step_groups import GroupTurns, StepGroup
+from cllm.errors import EngineDied, IntegrityError
+from cllm.messages import (
     Cancel,
     ClearCache,
     Command,
@@ -36,14 +36,61 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Stop,
     Submit,
-    UseStateFile,
+    UseSlot,
     Wake,
 )
+from cllm.types import SlotInfo, Snapshot
+
+
+class StepInterrupt:
+    """Ends the running step early when a request whose prefill is in it is cancelled, from any thread.
+
+    Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
+    two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
+    takes at most every second step from its neighbours. Recurrent models are left alone: a step that breaks
+    off would cost all slots their states.
+    """
+
+    MIN_ROW_TOKENS = TILE // 2
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._members: frozenset[str | None] = frozenset()  # requests whose cancel ends the running step
+        self._interrupted = False  # the last step was ended early
+        self.count = 0
+
+    @contextmanager
+    def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
+        """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
+        members: frozenset[str | None] = frozenset()
+        spared = self._runner.info.recurrent or (self._interrupted and len(batch.rows) > 1)
+        if batch.kind is BatchKind.GENERATE and not spared:
+            long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
+            members = frozenset(map(pool.holder, long_rows))
+        self._interrupted = False
+        with self._lock:
+            self._runner.interrupt(False)
+            self._members = members
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._members = frozenset()
+
+    def cancelled(self, request_id: str | None) -> None:
+        """A request (None: all) will be cancelled as soon as this step is over: end it now."""
+        with self._lock:
+            if self._members and (request_id is None or request_id in self._members):
+                self._members = frozenset()
+                self._interrupted = True
+                self.count += 1
+                self._runner.interrupt(True)
+
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +100,6 @@ class EngineCore:
 
     _snapshots = 0  # taken so far
     _collected: float | None = None  # when the last result came, unless idle since
-    _embedded_last = False  # the last step was one of embeddings
     _ahead: tuple[Batch, StepResult | None] | None = None  # a batch that is submitted, or failed so
 
     def __init__(
@@ -94,8 +140,7 @@ class EngineCore:
                 share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
-        cache = self.scheduler.prefix_cache
-        self.cache_files = CacheFileJobs(runner, cache.host, cache.candidates, config.state_dir, emit, wake)
+        self.cache_calls = CacheCalls(self.scheduler.prefix_cache, self.disk, emit)
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
@@ -108,12 +153,13 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
+        self.groups: tuple[StepGroup, ...] = (self.scheduler, self.embedding)
+        self._group_turns = GroupTurns(self.groups)
         self._turns = None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
         self._computed_at = time.monotonic()  # end of the last step
-        self._clearing: deque[tuple[Future[None], StateFileDone]] = deque()  # reported when it is done
         self._unreported: dict[str, float] | None = None  # the work of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
@@ -141,22 +187,19 @@ class EngineCore:
         try:
             while self._ahead is not None or self._take_commands():
                 self.step(follow=self.runner.asynchronous)
-                if not self.cache_files.idle:
-                    self.cache_files.slice()
             stopped = True
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             raise
         finally:
-            self.cache_files.close()
             self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
-            self.scheduler.fail_all(ended)
-            self.embedding.fail_all(ended)
+            for group in self.groups:
+                group.fail_all(ended)
             self.preparation.close()
 
     def step(self, *, follow: bool = False) -> None:
-        """One step, of generation or of embeddings: schedule, submit, collect, update.
+        """One step of the group whose turn it is: schedule, submit, collect, update.
 
         With `follow` the batch after it may be submitted before its own result is processed; then nothing but
         the next step may come in between.
@@ -165,33 +208,31 @@ class EngineCore:
         # What lies between two steps (reporting the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
-        # Where both have work they alternate: at most one batch of embeddings between two decode steps.
-        both = self.embedding.has_work and self.scheduler.has_work
         contended = self._turns is not None and self._turns.contended
-        for budget in (self.scheduler.budget, self.embedding.budget):
-            budget.alternates, budget.contended = both or contended, contended
-        self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
-        scheduler = self.embedding if self._embedded_last else self.scheduler
+        group = self._group_turns.next(contended=contended)
+        if self._ahead is not None:
+            group = self.scheduler
         results: list[StepResult] = []
         ended: float | None = None
         ahead, self._ahead = self._ahead, None
-        batch = scheduler.schedule() if ahead is None else ahead[0]
+        batch = group.schedule() if ahead is None else ahead[0]
         if batch is not None:
             if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
                 self._report()
-            for part, result in self._compute(scheduler, batch, ahead, follow=follow):
+            for part, result in self._compute(group, batch, ahead, follow=follow):
                 collected, before = time.perf_counter(), self._collected
                 if follow and part is batch:
                     ended = self._follow(batch, result)
                 if self.runner.asynchronous and before is not None:
                     result = result._replace(period_s=collected - before)
                 self._collected = collected
-                scheduler.update(part, result)
+                group.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
             self._computed_at = time.monotonic()
         self.step_started = None
         now = ended or time.perf_counter()
+        self._group_turns.charge(group, now - started)
         self._busy_since = None if self.idle else now
         self._collected = None if self.idle else self._collected
         if batch is not None:
@@ -208,7 +249,7 @@ class EngineCore:
 
     def _follow(self, batch: Batch, result: StepResult) -> float | None:
         """Submit the batch after this one, if that is known already; when that was, or None."""
-        if not self.inbox.empty() or not self.cache_files.idle or self.embedding.has_work or self._clearing:
+        if not self.inbox.empty() or not self.cache_calls.idle or self.embedding.has_work:
             return None
         if (following := self.scheduler.following.complete(batch, result)) is None:
             return None
@@ -218,23 +259,23 @@ class EngineCore:
 
     def _report(self) -> None:
         """Report the last step. On a GPU that is done while the device computes the next one."""
-        outputs = (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
+        outputs = tuple(output for group in self.groups for output in group.take_outputs())
         work, self._unreported = self._unreported, None
         if outputs or work is not None:
             self._emit(StepReport(outputs, self._stats(**(work or {}))))
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and self.embedding.idle
+        return all(group.idle for group in self.groups)
 
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing."""
-        return self.scheduler.has_work or self.embedding.has_work
+        return any(group.has_work for group in self.groups)
 
     def _compute(
         self,
-        scheduler: Scheduler | EmbeddingScheduler,
+        group: StepGroup,
         batch: Batch,
         ahead: tuple[Batch, StepResult | None] | None = None,
         *,
@@ -256,8 +297,8 @@ class EngineCore:
         if refused and len(batch.rows) > 1:
             for half in batch.halves():
                 # The outcome of the first half may have preempted or ended a sequence of the second.
-                if (left := scheduler.still_scheduled(half)).rows:
-                    yield from self._compute(scheduler, left)
+                if (left := group.still_scheduled(half)).rows:
+                    yield from self._compute(group, left)
         else:
             yield batch, result
 
@@ -285,37 +326,28 @@ class EngineCore:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when to stop."""
         try:
-            self._report_cleared()
-            if self.idle and self.cache_files.idle:
+            self.cache_calls.advance()
+            if self.idle:
                 self._check_idle()
                 idle_s = time.monotonic() - self._computed_at
                 again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
-                command = self.inbox.get(timeout=STALL_LIMIT_S if self._clearing else again_s)
-            elif self.has_work or self.cache_files.has_work:
+                command = self.inbox.get(timeout=self.cache_calls.stall_s or again_s)
+            elif self.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
-                stall_s = self.scheduler.loading_s if self.cache_files.idle else STALL_LIMIT_S
-                command = self.inbox.get(timeout=stall_s)
+                limits_s = (self.scheduler.loading_s, self.cache_calls.stall_s)
+                limit_s = min((each for each in limits_s if each is not None), default=None)
+                command = self.inbox.get(timeout=limit_s)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
         except Empty:
             return True
 
-    def _report_cleared(self) -> None:
-        """Answer for the files that are gone, or for a disk that does not answer."""
-        stalled = self.disk.busy_s > STALL_LIMIT_S
-        while self._clearing and (stalled or self._clearing[0][0].done()):
-            removing, done = self._clearing.popleft()
-            if not removing.done() or removing.exception() is not None:
-                message = "the files of the disk cache could not be removed: check the disk of --cache-dir"
-                done = StateFileDone(done.call_id, failure=Failure(StorageFailed.code, message))
-            self._emit(done)
-
     def _check_idle(self) -> None:
         try:
-            self.scheduler.check_idle()
-            self.embedding.check_idle()
+            for group in self.groups:
+                group.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
             self.scheduler.prefix_cache.clear_slots()
@@ -323,20 +355,14 @@ class EngineCore:
     def _handle(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                if request.embed or not self.runner.info.generates:
-                    self.embedding.add(request)
-                else:
-                    self.scheduler.add(request)
+                next(group for group in self.groups if group.accepts(request)).add(request)
             case Cancel(request_id):
-                self.scheduler.cancel(request_id)
-                self.embedding.cancel(request_id)
+                for group in self.groups:
+                    group.cancel(request_id)
             case Inspect(call_id):
                 self._emit(Inspection(call_id, self.snapshot()))
-            case ClearCache(call_id):
-                entries, tokens = self.scheduler.prefix_cache.clear()
-                self._clearing.append((self.disk.clear(), StateFileDone(call_id, entries, tokens)))
-            case UseStateFile():
-                self.cache_files.add(command)
+            case ClearCache() | UseSlot():
+                self.cache_calls.add(command)
             case Wake():
                 pass
             case Stop():

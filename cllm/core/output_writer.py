@@ -55,7 +55,7 @@ class OutputWriter:
         sequence, tokens, text, logprobs, prompt_logprobs, more = output
         return RequestOutput(
             request_id=sequence.id,
-            text=sequence.detokenize(tokens, self._vocabulary) if text is None else text,
+            text=sequence.stopping.detokenize(tokens, self._vocabulary) if text is None else text,
             tokens=tokens,
             logprobs=tuple(map(self._with_pieces, logprobs)),
             prompt_logprobs=tuple(map(self._with_pieces, prompt_logprobs)),

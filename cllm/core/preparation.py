@@ -22,7 +22,7 @@ from cllm.types import Request
 Made = TypeVar("Made")
 
 
-class Prepared(NamedTuple):
+class RequestParts(NamedTuple):
     """What a request needs beside its slot."""
 
     constraint: Constraint | None
@@ -47,7 +47,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._unused: SimpleQueue[Sampler] = SimpleQueue()  # of requests that ended before they started
 
-    def submit(self, request: Request) -> Future[Prepared] | None:
+    def submit(self, request: Request) -> Future[RequestParts] | None:
         """Begin to prepare a request; None where there is nothing to prepare."""
         looks_back = request.sampling.looks_back
         if request.constraint is None and not looks_back:
@@ -62,7 +62,7 @@ class Preparation:
     def open_embedding(self) -> Future[None]:
         return self._watched(self._others.submit(self._runner.open_embedding))
 
-    def discard(self, future: Future[Prepared]) -> None:
+    def discard(self, future: Future[RequestParts]) -> None:
         """The request has ended: what is made for it is not needed."""
         if not future.cancel():
             future.add_done_callback(self._put_aside)
@@ -82,14 +82,14 @@ class Preparation:
         future.add_done_callback(lambda _: self._wake())
         return future
 
-    def _put_aside(self, future: Future[Prepared]) -> None:
+    def _put_aside(self, future: Future[RequestParts]) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         if (sampler := future.result().sampler) is not None:
             self._unused.put(sampler)
             self._wake()
 
-    def _prepare(self, request: Request) -> Prepared:
+    def _prepare(self, request: Request) -> RequestParts:
         constraint = sampler = None
         if request.constraint is not None:
             compiler = self._get_compiler()
@@ -97,8 +97,8 @@ class Preparation:
                 constraint = compiler.compile(request.constraint)
         if request.sampling.looks_back:
             sampler = self._runner.create_sampler(request.sampling)
-            sampler.accept(request.prompt)
-        return Prepared(constraint, sampler)
+            sampler.accept(request.prompt.items)
+        return RequestParts(constraint, sampler)
 
     def _get_compiler(self) -> GrammarCompiler:
         with self._lock:

@@ -7,20 +7,22 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
-from cllm.core.following_batch import FollowingBatch
 from cllm.core.kv_cache.disk_cache import DiskKVCache
-from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence, State, count_cells
+from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
+from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import (
@@ -31,11 +33,59 @@ from cllm.types import (
     TokenLogprob,
 )
 
+
+class FollowingBatch:
+    """Finds it, in all but one step of `EVERY`: gaps, samplers' turns and the like belong to a schedule."""
+
+    EVERY = TILE // 2
+
+    def __init__(self, runner: ModelRunner, spec_decode: SpecDecodePolicy, cost: StepCostModel) -> None:
+        self._runner = runner
+        self._spec_decode, self._cost = spec_decode, cost
+        self._steps = 0
+        self._prepared: tuple[Batch, Batch, list[list[int]]] | None = None  # one, the next, and its tokens
+
+    def prepare(self, batch: Batch, running: Mapping[int, Sequence]) -> None:
+        """While this batch is computed: the one after it, unless something else may be due."""
+        self._steps += 1
+        self._prepared = None
+        if len(batch.rows) != len(running) or batch.padding or self._steps % self.EVERY == 0:
+            return
+        next_position = self._runner.next_position
+        rows, tokens = [], []
+        for row in batch.rows:
+            seq_id, position = row.seq_id, row.position + 1
+            plain = len(row.tokens) == row.outputs == 1 and row.mask is None and not row.logprobs
+            try:
+                if not (plain and running[seq_id].continues and next_position(seq_id) == position):
+                    return
+            except Exception:  # `schedule` asks again, and fails this sequence alone
+                return
+            tokens.append([0])  # the token that it will get
+            rows.append(Row(seq_id, position, tokens[-1], 1, row.sampler))
+        if self._spec_decode.rests(len(rows), self._cost):
+            self._prepared = batch, Batch(tuple(rows)), tokens
+
+    def complete(self, batch: Batch, result: StepResult) -> Batch | None:
+        """The batch after this one, with the tokens of its result; None: it is to be scheduled."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0] is not batch or result.status is not StepStatus.DONE:
+            return None
+        ends = self._runner.vocabulary.ends
+        for place, outcome in zip(prepared[2], result.rows, strict=True):
+            if len(outcome.tokens) != 1 or outcome.tokens[0] in ends:  # where ends are ignored there is none
+                return None
+            place[0] = outcome.tokens[0]
+        return prepared[1]
+
+
 log = logging.getLogger(__name__)
 
 
 class Scheduler:
     """Owns every sequence from arrival to its one terminal output."""
+
+    streams = True
 
     def __init__(
         self,
@@ -60,9 +110,10 @@ class Scheduler:
         self._observed: tuple[Batch, StepResult] | None = None  # a step whose cost is not yet learned
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
+        self.layout = KVLayout.of(runner.limits)
         self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            *(runner, self.pool, self.transfer, budget.cost, host, disk),
+            *(runner, self.pool, self.transfer, budget.cost, host, disk, self.layout),
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -75,6 +126,9 @@ class Scheduler:
         self.integrity_failures = 0
 
     # Requests in and out ---------------------------------------------------------------------------
+
+    def accepts(self, request: Request) -> bool:
+        return not request.embed and self.runner.info.generates
 
     def add(self, request: Request) -> None:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
@@ -133,9 +187,9 @@ class Scheduler:
         if not rows:
             return None
         padding: tuple[int, ...] = ()
-        # Unified KV has no gaps; recurrent states must not be moved about.
+        # A pool has no gaps; recurrent states must not be moved about.
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
-        if gaps and not limits.unified and not self.runner.info.recurrent:
+        if gaps and self.layout.splits and not self.runner.info.recurrent:
             unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
             left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
@@ -172,8 +226,8 @@ class Scheduler:
             row
             for row in batch.rows
             if (sequence := self.running.get(row.seq_id)) is not None
-            and sequence.num_computed == row.position
-            and sequence.sampler is row.sampler
+            and sequence.position == row.position
+            and sequence.stopping.sampler is row.sampler
         )
         return Batch(tuple(rows), batch.kind)
 
@@ -193,10 +247,9 @@ class Scheduler:
             free = min(self.pool.free_count, (limits.parallel or limits.sequences) - len(self.running))
             if free <= loading:
                 return
-            if limits.unified and self.running:  # a sequence must not preempt another at once
-                held = sum(len(other.tokens) for other in self.running.values())
-                if held + len(sequence.tokens) >= limits.cells:
-                    return
+            known = sum(len(other.tokens) for other in self.running.values())
+            if not self.layout.admits(len(sequence.tokens), known):
+                return
             match = None
             if startable := sequence.startable:
                 match = self.prefix_cache.find(sequence, self.running.values())
@@ -220,13 +273,14 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.move_to(State.RUNNING)
         self.running[lease.seq_id] = sequence
-        begins = sequence.sampler is None  # else it was preempted
+        stopping = sequence.stopping
+        begins = stopping.sampler is None  # else it was preempted
         try:
             if sequence.preparing is not None:
                 preparing, sequence.preparing = sequence.preparing, None
-                sequence.constraint, sequence.sampler = preparing.result()
-            if sequence.sampler is None:
-                sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
+                stopping.constraint, stopping.sampler = preparing.result()
+            if stopping.sampler is None:
+                stopping.sampler = self.runner.create_sampler(sequence.request.sampling)
             if begins and sequence.request.generated_prefix:
                 sequence.resume(self.runner.vocabulary)
             if sequence.swapped is not None:
@@ -252,8 +306,8 @@ class Scheduler:
             except Exception as error:
                 self._fail(sequence, error)
                 continue
-            if position != (computed := sequence.num_computed):
-                seen = f"the memory's next position is {position}, the request has computed {computed}"
+            if position != (expected := sequence.position):
+                seen = f"the memory's next position is {position}, the request has computed {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
                 self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
 
@@ -286,7 +340,7 @@ class Scheduler:
             return
         known = len(sequence.tokens)
         try:
-            appended = sequence.append(outcome.tokens, self.runner.vocabulary)
+            appended = sequence.stopping.append(outcome.tokens, self.runner.vocabulary)
         except CllmError as error:  # an exhausted grammar
             self._fail(sequence, error)
             return
@@ -313,7 +367,7 @@ class Scheduler:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
         sequence.decoded_tokens -= count
         try:
-            sequence.cut_to(self.runner.truncate(sequence.seq_id, sequence.num_computed - count))
+            sequence.truncate(self.runner, sequence.num_computed - count)
         except Exception as error:
             self._fail(sequence, error)
             return False
@@ -329,11 +383,11 @@ class Scheduler:
             lengths = dict.fromkeys(self.running, 0)
             self.prefix_cache.clear_slots()
         else:
-            lengths = {row.seq_id: row.position for row in batch.rows}
+            lengths = {row.seq_id: self.running[row.seq_id].num_computed for row in batch.rows}
         for seq_id, length in lengths.items():
             sequence = self.running[seq_id]
             try:
-                sequence.cut_to(self.runner.truncate(seq_id, length))
+                sequence.truncate(self.runner, length)
             except Exception as error:
                 self._fail(sequence, error)
 
@@ -341,7 +395,7 @@ class Scheduler:
         """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
         sequence = min(self.running.values(), key=lambda one: (one.request.priority, -one.arrival))
         if len(self.running) == 1:
-            held = sequence.detokenizer.finish() if sequence.request.stop else ""
+            held = sequence.stopping.detokenizer.finish() if sequence.request.stop else ""
             self._finish(sequence, FinishReason.LENGTH, text=held)
             return
         self.transfer.swap_out(sequence)
@@ -358,7 +412,7 @@ class Scheduler:
         if not isinstance(error, CllmError):
             log.error("a runner call failed", exc_info=error)
             error = EngineError(f"a runner call failed: {type(error).__name__}")
-        self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
+        self._finish(sequence, FinishReason.ERROR, error=Failure.of(error))
 
     def _finish(
         self,
@@ -380,19 +434,20 @@ class Scheduler:
             self._release(sequence, keep=reason is not FinishReason.ERROR)
         if sequence.swapped is not None:
             self.transfer.discard(sequence)
-        if sequence.sampler is not None:
+        stopping = sequence.stopping
+        if stopping.sampler is not None:
             try:
-                sequence.sampler.close()
+                stopping.sampler.close()
             except Exception:
                 log.exception("a sampler could not be closed")
-            sequence.sampler = None
+            stopping.sampler = None
         del self._live[sequence.id]
         self._kv_full = False
         last: dict[str, Any] = {"finish_reason": reason, "usage": usage}
         if error is not None:
             last["error"] = error
-        elif sequence.detokenizer.stopped_by is not None:
-            last["stop"] = sequence.detokenizer.stopped_by
+        elif stopping.detokenizer.stopped_by is not None:
+            last["stop"] = stopping.detokenizer.stopped_by
         self._outputs.put(sequence, tokens, text, logprobs, last)
 
     def _release(self, sequence: Sequence, *, keep: bool = False) -> None:
@@ -428,10 +483,7 @@ class Scheduler:
 
     @property
     def cells_used(self) -> int:
-        running = self.running.values()
-        return (
-            count_cells(running) if self.runner.limits.unified else sum(one.num_computed for one in running)
-        )
+        return self.layout.count(self.running.values())
 
     @property
     def draft_bytes(self) -> int:

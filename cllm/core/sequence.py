@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
-from typing import NamedTuple, Protocol
 
-from cllm.backend.base import KVState, Row, Sampler
+from cllm.backend.base import KVState, ModelRunner, Row
+from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
-from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.layout import CellSegment
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
-from cllm.core.preparation import Prepared
+from cllm.core.kv_cache.tiers import Entry
+from cllm.core.preparation import RequestParts
 from cllm.core.slot_pool import SlotLease
-from cllm.core.spec_decode import DraftState, common_length
-from cllm.core.token_masks import ReasoningBudget
+from cllm.core.stopping import Stopping
 from cllm.errors import EngineError
-from cllm.text.detokenizer import IncrementalDetokenizer
-from cllm.text.structured_output import Constraint
-from cllm.types import FinishReason, Request, TokenLogprob, TokenMask, Usage, Vocabulary
+from cllm.types import Request, TokenLogprob, TokenMask, Usage, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -42,45 +39,6 @@ _ALLOWED = {
 }
 
 
-class Appended(NamedTuple):
-    """What a sequence made of the tokens sampled for it."""
-
-    tokens: tuple[int, ...]
-    text: str | None  # None: no later token depends on it, so it is still to be detokenized
-    reason: FinishReason | None  # set when it is over
-    kept: int  # how many of the sampled tokens these begin with
-
-
-class CellSegment:
-    """KV cells from position `begin` on, computed by one sequence. Copies of its prefix share the first."""
-
-    __slots__ = ("begin", "shared")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
-        self.shared = False
-
-
-class CellHolder(Protocol):
-    """What holds KV cells: a sequence, or a slot that keeps what one left."""
-
-    segments: list[CellSegment]
-
-    @property
-    def num_computed(self) -> int: ...
-
-
-def count_cells(holders: Iterable[CellHolder]) -> int:
-    """The cells that these hold in a unified KV, each counted once."""
-    lengths: dict[CellSegment, int] = {}
-    for holder in holders:
-        end = holder.num_computed
-        for segment in reversed(holder.segments):
-            lengths[segment] = max(lengths.get(segment, 0), end - segment.begin)
-            end = segment.begin
-    return sum(lengths.values())
-
-
 class Sequence:
     """A request's tokens catching up with the model: there is no prefill mode and no decode mode.
 
@@ -92,27 +50,18 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
-        self.tokens: list[int] = [*request.prompt, *request.generated_prefix]
+        self.tokens: list[int] = [*request.prompt.items, *request.generated_prefix]
         self.known = len(self.tokens)  # when it came
         self.num_computed = 0
         self.segments = [CellSegment(0)]  # of its cells, in order; what it computes next is in the last
         self.state = State.WAITING
         self.lease: SlotLease | None = None
-        self.sampler: Sampler | None = None
-        self.detokenizer = IncrementalDetokenizer(request.stop)
-        self._markers: dict[int, bytes] | None = None if request.markers else {}
-        self.constraint: Constraint | None = None
-        self._reasoning = None if request.reasoning is None else ReasoningBudget(request.reasoning)
-        self.masks = bool(request.constraint or request.reasoning or request.min_tokens)  # some of its tokens
-        # Whether only its length and its end tokens can end it.
-        self._plain = not (self.masks or request.stop or request.stop_token_ids)
-        self.preparing: Future[Prepared] | None = None  # done before it may start
+        self.stopping = Stopping(request, self.tokens, capacity)
+        self.preparing: Future[RequestParts] | None = None  # done before it may start
         self.loading: Loading | None = None  # its prefix is being read from disk
         self.loaded: Match[Entry] | None = None  # what was read
         self.load_by: float | None = None  # when to compute it instead
         self.swapped: KVState | None = None  # KV memory while preempted
-        # Never more than fits: a full context ends with `length`.
-        self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from the prefix cache instead of being computed
         self.cached_from = ""  # the tier they were in
         self.checkpoints: list[Checkpoint] = []  # shortest first, all within what is computed
@@ -121,7 +70,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # not yet reported
         self.unscored = 0  # tokens of the prompt that still want theirs
         if request.prompt_logprobs and not request.generated_prefix:
-            self.score([TokenLogprob(request.prompt[0], 0.0)], len(request.prompt))
+            self.score([TokenLogprob(request.prompt.items[0], 0.0)], len(request.prompt))
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
         self.deferred = 0  # steps in a row that it took no part in because of that
@@ -135,32 +84,19 @@ class Sequence:
         return self.lease.seq_id
 
     @property
+    def position(self) -> int:
+        """Where its next token goes, as the KV memory counts."""
+        return self.request.prompt.position(self.num_computed)
+
+    def truncate(self, runner: ModelRunner, length: int) -> None:
+        """Cut its KV to the first `length` items; to none where the memory cannot be cut there."""
+        position = self.request.prompt.position(length)
+        self.cut_to(length if runner.truncate(self.seq_id, position) == position else 0)
+
+    @property
     def pending(self) -> int:
         """How many tokens are known but not computed; at least 1 while running."""
         return len(self.tokens) - self.num_computed
-
-    @property
-    def grammar(self) -> Constraint | None:
-        """The constraint on its next token, if there is one and it does not sleep."""
-        return None if self.constraint is None or self.constraint.asleep else self.constraint
-
-    @property
-    def due(self) -> Tokens[int]:
-        """Tokens that must come next: the end of a reasoning whose budget is spent."""
-        return () if self._reasoning is None else self._reasoning.due
-
-    @property
-    def endable(self) -> bool:
-        """It has the tokens it must have before it may end."""
-        return len(self.tokens) - len(self.request.prompt) >= self.request.min_tokens
-
-    @property
-    def draft_room(self) -> int:
-        """How many draft tokens may be verified: none where a token is masked, or the prompt scored."""
-        if self.grammar is not None or self.due or not self.endable or self.request.prompt_logprobs:
-            return 0
-        room = self.token_limit - len(self.tokens) - 1
-        return room if self._reasoning is None else int(min(room, self._reasoning.draft_room))
 
     @property
     def answering(self) -> bool:
@@ -179,7 +115,7 @@ class Sequence:
         return self.pending if not self.stops else min(self.pending, self.stops[0] - self.num_computed)
 
     def score(self, entries: Tokens[TokenLogprob], unscored: int) -> None:
-        """Log-probabilities of the next tokens of its prompt, of which so many want theirs."""
+        """Add log-probabilities of the next tokens of its prompt, where `unscored` of them want theirs."""
         self.prompt_logprobs += entries[:unscored]
         self.unscored = unscored - len(entries[:unscored])
 
@@ -187,17 +123,10 @@ class Sequence:
         """The tokens that follow those computed next, up to `end`, where they are to be scored."""
         if not self.unscored:
             return ()
-        prompt = self.request.prompt
+        prompt = self.request.prompt.items
         scored = prompt[max(self.num_computed + 1, len(prompt) - self.unscored) : end + 1]
         # What follows the last is unknown: it stands for itself where no token is sampled there.
         return (*scored, prompt[-1]) if end == len(prompt) and not self.request.max_tokens else scored
-
-    def share_cells(self, source: CellHolder) -> None:
-        """In a unified KV, all it has computed so far was copied from the source: the cells are the same."""
-        shared = [segment for segment in source.segments if segment.begin < self.num_computed]
-        for segment in shared:
-            segment.shared = True
-        self.segments = [*shared, CellSegment(self.num_computed)]
 
     def cut_to(self, length: int) -> None:
         """Its KV has been cut; what it computes next goes to cells that no other sequence has."""
@@ -225,10 +154,10 @@ class Sequence:
         tokens = self.tokens[begin:end]
         return Row(
             lease.seq_id,
-            begin,
+            self.position,
             [*tokens, *drafts] if drafts else tokens,
             wants_output + len(drafts),
-            self.sampler,
+            self.stopping.sampler,
             mask,
             request.logprobs,
             self._scored(end) if self.unscored else (),
@@ -240,120 +169,24 @@ class Sequence:
 
         Each token is appended as if it had been sampled again, with those that are then forced.
         """
-        request, whole = self.request, self.tokens
-        self.tokens = list(request.prompt)
+        request, whole, stopping = self.request, [*self.tokens], self.stopping
+        del self.tokens[len(request.prompt) :]
         while len(self.tokens) < len(whole):
             token = whole[len(self.tokens)]
-            if self.sampler is not None:
-                self.sampler.skip(token)
-            if self.append((token,), vocabulary).reason is not None:
+            if stopping.sampler is not None:
+                stopping.sampler.skip(token)
+            if stopping.append((token,), vocabulary).reason is not None:
                 break
         if self.tokens != whole:
             raise EngineError("the answer could not be resumed after a crash of the engine")
         if not request.stop:  # else that has been done
-            self.detokenize(request.generated_prefix, vocabulary)
-
-    def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
-        """Append sampled tokens, and those that are then forced, until something ends the answer."""
-        if self._plain and len(sampled) == 1:
-            return self._append_plain(sampled[0], vocabulary)
-        begin, kept = len(self.tokens), 0
-        texts: list[str] = []
-        reason: FinishReason | None = None
-        left, constraint, request = list(sampled), self.constraint, self.request
-        own = True  # what is left was sampled
-        while left and reason is None:
-            token = left.pop(0)
-            ends = vocabulary.is_end(token) and not request.sampling.ignore_eos
-            if ends or token in request.stop_token_ids:
-                reason = FinishReason.STOP
-                break
-            grammar = self.grammar if constraint is not None else None
-            if constraint is not None and grammar is None and (woken := constraint.follow(token)) is not None:
-                left = []  # what came after was sampled without the grammar
-                texts += [self._push(each, vocabulary) for each in self._wake(token, woken)]
-                own = own and self.tokens[-1] == token
-            else:
-                texts.append(self._push(token, vocabulary))
-            kept += own
-            if grammar is not None:
-                grammar.accept(token)
-            if self.detokenizer.stopped_by is not None or (grammar is not None and grammar.complete):
-                reason = FinishReason.STOP
-            elif len(self.tokens) >= self.token_limit:
-                reason = FinishReason.LENGTH
-            elif constraint is not None or self._reasoning is not None:
-                after = self._forced(left)
-                left, own = after, own and after is left
-        if reason is not None and request.stop:
-            texts.append(self.detokenizer.finish())
-        text = "".join(texts) if request.stop else None
-        return Appended(tuple(self.tokens[begin:]), text, reason, kept)
+            stopping.detokenize(request.generated_prefix, vocabulary)
 
     @property
     def continues(self) -> bool:
         """After its next token, unless that is an end, it wants one more, and nothing else is to be done."""
-        more = len(self.tokens) + 1 < self.token_limit
-        return self._plain and more and not self.stops and not self.unscored
-
-    def _append_plain(self, token: int, vocabulary: Vocabulary) -> Appended:
-        """The same for the usual case, which a GPU waits for: one token of an answer without conditions."""
-        if vocabulary.is_end(token) and not self.request.sampling.ignore_eos:
-            return Appended((), None, FinishReason.STOP, 0)
-        self.tokens.append(token)
-        reason = FinishReason.LENGTH if len(self.tokens) >= self.token_limit else None
-        return Appended((token,), None, reason, 1)
-
-    def _push(self, token: int, vocabulary: Vocabulary) -> str:
-        """Append a token; returns the text that is now final, where it may stop the answer."""
-        self.tokens.append(token)
-        if self._reasoning is not None:
-            self._reasoning.follow(self.tokens)
-        return self.detokenize((token,), vocabulary) if self.request.stop else ""
-
-    def detokenize(self, tokens: Tokens[int], vocabulary: Vocabulary) -> str:
-        """The text that is final with these tokens, which follow those of the last call."""
-        if self._markers == {}:
-            return self.detokenizer.push(b"".join(map(vocabulary.piece, tokens)))
-        return self.detokenizer.push(b"".join(self._spell(token, vocabulary) for token in tokens))
-
-    def _wake(self, token: int, instead: Tokens[int]) -> Tokens[int]:
-        """A token has woken the constraint: what is appended for it, as much as there is room for."""
-        if tuple(instead) != (token,) and self.sampler is not None:
-            self.sampler.accept(instead)
-        self._reasoning = None  # from here on the grammar says what comes
-        return instead[: self.token_limit - len(self.tokens)]
-
-    def _forced(self, left: list[int]) -> list[int]:
-        """What is left to append, or the tokens that must come instead and need no sampling."""
-        due = self.due
-        if due:
-            return left if left == due else self._force(due)
-        if left or (grammar := self.grammar) is None:
-            return left
-        return self._force(grammar.forced())
-
-    def _force(self, tokens: Tokens[int]) -> list[int]:
-        """None where the client wants to see every token's probability: they are sampled from masks."""
-        if self.request.logprobs:
-            return []
-        if tokens and self.sampler is not None:
-            self.sampler.accept(tokens)
-        return list(tokens)
-
-    def _spell(self, token: int, vocabulary: Vocabulary) -> bytes:
-        """The token's bytes; those of a control token only where the client asked to see its spelling."""
-        if self._markers is None:
-            spelled = {
-                marker: vocabulary.tokenize(marker, add_special=False, parse_special=True)
-                for marker in self.request.markers
-            }
-            self._markers = {
-                tokens[0]: marker.encode()
-                for marker, tokens in spelled.items()
-                if len(tokens) == 1 and vocabulary.is_control(tokens[0])
-            }
-        return self._markers.get(token) or vocabulary.piece(token)
+        more = len(self.tokens) + 1 < self.stopping.token_limit
+        return self.stopping.plain and more and not self.stops and not self.unscored
 
     def shared_with(self, other: Sequence) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""

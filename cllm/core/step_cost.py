@@ -155,7 +155,7 @@ class StepCostModel:
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
     # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
     UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
-    DOUBT_AFTER = 8  # times that drafts seemed too expensive
+    DOUBT_AFTER = REMEMBERED  # times that drafts seemed too expensive
     GAIN_WEIGHT, WORST_GAIN = 0.1, -2.0  # of one more step
 
     def __init__(

@@ -12,8 +12,8 @@ import msgspec
 from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
-from cllm.workers.messages import TokenizerAnswer, TokenizerTask
+from cllm.messages import TokenizerAnswer, TokenizerTask
+from cllm.types import SEED_SPACE, Limits, ModelInfo, Prompt, Request, RequestOutput
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
@@ -46,11 +46,20 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
     caller = CALLER.get(Caller())
     try:
         future = engine.tokenizer.submit(task, caller.tenant)
+        waiting = asyncio.wrap_future(future)
         try:
-            answer = await _wait(asyncio.wrap_future(future), caller)
+            await asyncio.wait((waiting,), timeout=WATCH_AFTER_S if caller.disconnected else None)
+            if caller.disconnected is not None and not waiting.done():
+                leaving = asyncio.ensure_future(caller.disconnected())
+                await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                if not waiting.done():
+                    raise ClientGone("the client disconnected")
         except (asyncio.CancelledError, ClientGone):
+            waiting.cancel()
             engine.tokenizer.abort(future)
             raise
+        answer = waiting.result()
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
         raise
@@ -58,26 +67,10 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
     return answer
 
 
-async def _wait(answer: asyncio.Future[TokenizerAnswer], caller: Caller) -> TokenizerAnswer:
-    """The answer. Raises ClientGone when the client leaves before it is there."""
-    if caller.disconnected is None:
-        return await answer
-    try:
-        if not (await asyncio.wait((answer,), timeout=WATCH_AFTER_S))[0]:
-            leaving = asyncio.ensure_future(caller.disconnected())
-            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-        if not answer.done():
-            raise ClientGone("the client disconnected")
-        return answer.result()
-    finally:
-        answer.cancel()
-
-
 def submit_all(
     engine: EngineClient,
     request: Request,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     count: int,
     kind: type[StreamKind],
 ) -> list[StreamKind]:
@@ -90,8 +83,8 @@ def submit_all(
     seed = request.sampling.seed or 0
     try:
         for number, prompt in enumerate(prompts):
-            for index, choice_id in enumerate(get_choice_ids(request.id, count, number)):
-                sampling = request.sampling
+            for index in range(count):
+                sampling, choice_id = request.sampling, f"{request.id}-{number}-{index}"
                 if index:
                     sampling = _replace(sampling, seed=(seed + index) % SEED_SPACE)
                 choice = _replace(request, id=choice_id, prompt=prompt, sampling=sampling)
@@ -101,11 +94,6 @@ def submit_all(
             engine.cancel(stream.request_id)
         raise
     return streams
-
-
-def get_choice_ids(request_id: str, count: int, number: int = 0) -> list[str]:
-    """The ids of the choices for prompt `number`: known before they are submitted."""
-    return [f"{request_id}-{number}-{index}" for index in range(count)]
 
 
 async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -5,10 +5,11 @@ It holds the request table, dispatches to the executor, hands outputs to streams
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
-import threading
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,16 +28,30 @@ from cllm.errors import (
     PoisonRequest,
     ShuttingDown,
     SlowReader,
-    StateFileError,
-    StorageFailed,
     from_code,
 )
-from cllm.frontend.metrics import EngineMetrics, describe_end
-from cllm.frontend.output_stream import OutputStream
-from cllm.frontend.request_queue import RequestQueue
-from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.metrics import EngineMetrics
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
-from cllm.frontend.timers import Timers
+from cllm.messages import (
+    CacheDone,
+    Cancel,
+    ClearCache,
+    ClusterReport,
+    Command,
+    Died,
+    Inspect,
+    Inspection,
+    LoadProgress,
+    Ready,
+    Report,
+    SlotAction,
+    StepReport,
+    Submit,
+    Unready,
+    UseSlot,
+)
 from cllm.text.chat_format import ChatFormat
 from cllm.types import (
     Failure,
@@ -49,39 +64,22 @@ from cllm.types import (
     Snapshot,
     Usage,
 )
-from cllm.workers.executor import Executor, TokenizerClient, settle
-from cllm.workers.messages import (
-    Cancel,
-    ClearCache,
-    ClusterReport,
-    Command,
-    Died,
-    Inspect,
-    Inspection,
-    Loading,
-    Ready,
-    Report,
-    StateFileDone,
-    StepReport,
-    Submit,
-    Unready,
-    UseStateFile,
-)
+from cllm.workers.executor import Executor, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
-StreamKind = TypeVar("StreamKind", bound=OutputStream)
+StreamKind = TypeVar("StreamKind", bound=AsyncOutputStream)
 _CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
 
 
 class EngineClient:
-    """Accepts requests from any thread; every accepted one gets exactly one terminal output.
+    """Accepts requests; every accepted one gets exactly one terminal output.
 
-    `deliver` decides on which thread reports are handled: an event loop's `call_soon_threadsafe` brings a
-    whole step across in one call; by default the executor's own thread handles them.
+    All methods but `stop` are called on the thread of its event loop, on which reports are handled, too.
     """
 
     shutdown_message = "the server is shutting down"
+    unread_limit: int | None = 1 << 20  # bytes of one stream; None never ends a reader that is slow
 
     def __init__(
         self,
@@ -91,21 +89,19 @@ class EngineClient:
         queue_tokens: int = 0,
         max_timeout_s: float = 0.0,
         tenants: Tenants | None = None,
-        deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments),
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
         self.health = Health.LOADING
         self.info: ModelInfo | None = None
         self.limits: Limits | None = None
-        self.deliver = deliver
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = executor
+        self.tokenizer = executor.tokenizer
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s, tenants)
         self.tenants = self._queue.tenants  # their accounts; the engines of a server share them
-        # By request: its deadline. By None: the next look at the queue.
-        self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
-        self._lock = threading.RLock()
+        self._looks_at = 0.0  # when a timer looks at the queue
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
@@ -118,17 +114,21 @@ class EngineClient:
 
     # From start to stop ------------------------------------------------------------------------------
 
-    def start(self, delay_s: float = 0.0) -> None:
-        """Begin to load, after the delay, unless it was stopped before. Returns at once."""
-        with self._lock:
-            if self.health is Health.STOPPED:
-                return
-            self._run += 1
-            self._executor.start(partial(self._deliver, self._run), delay_s)
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to load, unless it was stopped before. Returns at once."""
+        self._loop = loop
+        self._start_run()
 
-    def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until the model is loaded; raises what kept it from loading."""
-        self.loaded.result(timeout)
+    def _start_run(self, delay_s: float = 0.0) -> None:
+        if self.health is not Health.STOPPED:
+            self._run += 1
+            self._executor.start(partial(self._deliver, self._receive, self._run), delay_s)
+
+    def _deliver(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call on the event loop, from any thread. One that is closed has no readers left."""
+        if (loop := self._loop) is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(call, *arguments)
 
     def use_metrics(self, metrics: EngineMetrics) -> None:
         """Go on with the metrics of the model's last engine: clients see one set across both."""
@@ -139,55 +139,45 @@ class EngineClient:
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
-        with self._lock:
-            self.health = Health.DRAINING
+        self.health = Health.DRAINING
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
-        self._executor.end_tasks()
+        self._executor.end_tasks(self.shutdown_message)
         error = ShuttingDown(self.shutdown_message)
-        with self._lock:
-            for state in self._queue.requests:
-                self._drop(state, error)
-            self._fail_calls(error)
+        for state in self._queue.requests:
+            self._drop(state, error)
+        self._fail_calls(error)
 
-    def stop(self) -> None:
-        """End now: every request left ends with an error. From any thread; idempotent."""
-        with self._lock:
-            if self.health is not Health.STOPPED:
-                self.health = Health.STOPPED
-                self._computing = False
-                self._run += 1
-            if not self.loaded.done():
-                self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
-        # Streams are woken where they are read; an event loop that is closed has no readers left.
-        with contextlib.suppress(RuntimeError):
-            self.deliver(self.end_all)
-        self._timers.stop()
+    def stop(self, *, wake: bool = True) -> None:
+        """End now, and wait for that. Every request left ends with an error, unless no reader is to `wake`.
+
+        From any thread; idempotent.
+        """
+        self.health = Health.STOPPED
+        if not wake:
+            self._loop = None  # it stays asleep: at exit, its thread must not run any more
+        elif self._loop is None:
+            self._close()
+        else:
+            self._deliver(self._close)
         self._executor.stop()
 
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        """Tokenising, chat templates and grammar checks for this model."""
-        return self._executor.tokenizer
-
-    def _deliver(self, run: int, report: Report) -> None:
-        """Bring a report to the thread that handles it. Called on the executor's thread."""
-        try:
-            self.deliver(self._receive, run, report)
-        except RuntimeError:
-            if self.health is not Health.STOPPED:  # then the event loop may be gone already
-                raise
+    def _close(self) -> None:
+        self.health = Health.STOPPED  # whatever was reported meanwhile
+        self._computing = False
+        if not self.loaded.done():
+            self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+        self.end_all()
 
     # Requests ----------------------------------------------------------------------------------------
 
     def check_capacity(self) -> None:
         """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
         try:
-            with self._lock:
-                if self.health in _CLOSED:
-                    raise self._closed_error()
-                self._queue.refuse_if_full(1)
+            if self.health in _CLOSED:
+                raise self._closed_error()
+            self._queue.refuse_if_full(1)
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
@@ -196,77 +186,66 @@ class EngineClient:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
         try:
-            with self._lock:
-                if self.health in _CLOSED:
-                    raise self._closed_error()
-                if self.info is not None and not (self.info.generates or request.embed):
-                    raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
-                state = self._queue.admit(request, stream, self.limits)
-                self.metrics.accepted.inc()
-                if state.timeout_s is not None:
-                    self._timers.set(request.id, state.arrived + state.timeout_s)
-                self._dispatch()
-                if state.stage is Stage.QUEUED:
-                    stream.queue_position = state.queue.position(state)
+            if self.health in _CLOSED:
+                raise self._closed_error()
+            if self.info is not None and not (self.info.generates or request.embed):
+                raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
+            state = self._queue.admit(request, stream, self.limits)
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
+        self.metrics.accepted.inc()
+        if state.timeout_s is not None and state.timeout_s < math.inf:
+            assert self._loop is not None
+            state.deadline = self._loop.call_later(state.timeout_s, self._time_out, state)
+        self._dispatch()
+        if state.stage is Stage.QUEUED:
+            stream.queue_position = state.queue.position(state)
         return stream
 
     def cancel(self, request_id: str) -> None:
         """End a request; one that has ended already is left alone."""
-        with self._lock:
-            state = self._queue.states.get(request_id)
-            if state is None or state.cancelled:
-                return
-            state.cancelled = True
-            if state.stage is Stage.QUEUED:
-                self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
-                self._dispatch()  # others may have waited for it
-            else:
-                self._executor.send(Cancel(request_id))
+        state = self._queue.states.get(request_id)
+        if state is None or state.cancelled:
+            return
+        state.cancelled = True
+        if state.stage is Stage.QUEUED:
+            self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            self._dispatch()  # others may have waited for it
+        else:
+            self._executor.send(Cancel(request_id))
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
         return self._call(Inspect)
 
-    def save_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Write the prefix cache in RAM to a state file; fails with why not."""
-        return self._call(lambda call_id: UseStateFile(call_id, name, save=True))
+    def use_slot(self, action: SlotAction, slot: int, name: str = "") -> Future[CacheDone]:
+        """Save what a slot holds under a name, restore it, or forget it; fails with why not."""
+        return self._call(lambda call_id: UseSlot(call_id, action, slot, name))
 
-    def restore_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
-        return self._call(lambda call_id: UseStateFile(call_id, name, save=False))
-
-    def clear_cache(self) -> Future[StateFileDone]:
+    def clear_cache(self) -> Future[CacheDone]:
         """Forget every cached prefix, in all tiers."""
         return self._call(ClearCache)
 
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         future: Future[Any] = Future()
-        with self._lock:
-            if self._computing:
-                call_id = next(self._call_ids)
-                self._calls[call_id] = future
-                self._executor.send(command(call_id))
-            else:
-                future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
+        if self._computing:
+            call_id = next(self._call_ids)
+            self._calls[call_id] = future
+            self._executor.send(command(call_id))
+        else:
+            future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
         return future
 
-    def _answer(self, call_id: int, answer: object) -> None:
-        """Settle a call, unless that has been done; a CllmError is raised there."""
-        if (future := self._calls.pop(call_id, None)) is not None:
-            settle(future, answer)
-
     def _fail_calls(self, error: CllmError) -> None:
-        for call_id in tuple(self._calls):
-            self._answer(call_id, error)
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            settle(future, error)
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
         """The request table as it is now."""
-        with self._lock:
-            return self._queue.requests
+        return self._queue.requests
 
     def _closed_error(self) -> CllmError:
         if self.health is Health.FAILED:
@@ -275,91 +254,63 @@ class EngineClient:
 
     def _dispatch(self) -> None:
         """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
-        while self._computing and self.limits is not None:
-            sent = [self._send(state) for state in self._queue.next_for_engine(self.limits)]
-            if all(sent):
-                if self._queue.look_again_at is not None:
-                    self._timers.set(None, self._queue.look_again_at)
-                return
+        sent = False
+        while not sent and self._computing and self.limits is not None:
+            sent = True
+            for state in self._queue.next_for_engine(self.limits):
+                try:
+                    self._executor.send(Submit(state.submission))
+                except Exception as error:
+                    sent = False
+                    if not isinstance(error, CllmError):
+                        log.exception("request %s could not be sent to the engine", state.request.id)
+                        error = EngineError("this request could not be sent to the engine")
+                    self._fail(state, error)
+        due = self._queue.look_again_at
+        if sent and due is not None and due > self._looks_at:
+            assert self._loop is not None
+            self._looks_at = due
+            self._loop.call_later(due - time.monotonic(), self._look)
 
-    def _send(self, state: RequestState) -> bool:
-        try:
-            self._executor.send(Submit(state.submission))
-        except CllmError as error:
-            self._fail(state, error)
-        except Exception:
-            log.exception("request %s could not be sent to the engine", state.request.id)
-            self._fail(state, EngineError("this request could not be sent to the engine"))
-        return state.stage is Stage.ENGINE
+    def _look(self) -> None:
+        """Look at the queue, though nothing has happened: places that were kept may be free."""
+        self._looks_at = 0.0
+        self._dispatch()
 
-    def _timer_fired(self, request_id: str | None) -> None:
-        """A request's time is up: the client gets the error now, not when the step is over."""
-        with self._lock:
-            if request_id is None:
-                self._dispatch()
-                return
-            state = self._queue.states.get(request_id)
-            if state is None or state.cancelled:
-                return
-            self.metrics.deadlines.labels(state.stage.value).inc()
-            where = "still waiting" if state.stage is Stage.QUEUED else "still being computed"
-            self._drop(state, DeadlineExceeded(state.timeout_s or 0.0, where))
-            self._dispatch()
+    def _time_out(self, state: RequestState) -> None:
+        """End a request whose time is up: the client gets the error now, not when the step is over."""
+        if state.cancelled:
+            return
+        self.metrics.deadlines.labels(state.stage.value).inc()
+        where = "still waiting" if state.stage is Stage.QUEUED else "still being computed"
+        self._drop(state, DeadlineExceeded(state.timeout_s or 0.0, where))
+        self._dispatch()
 
     # Reports -----------------------------------------------------------------------------------------
 
     def _receive(self, run: int, report: Report) -> None:
-        with self._lock:
-            if run != self._run:
-                return
-            match report:
-                case StepReport(outputs, stats):
-                    self.metrics.step(stats)
-                    self._process_outputs(outputs)
-                case Inspection(call_id, snapshot):
-                    self._answer(call_id, snapshot)
-                case StateFileDone(call_id, failure=None):
-                    self._answer(call_id, report)
-                case StateFileDone(call_id, failure=Failure(code, message)):
-                    if isinstance(error := from_code(code, message), StateFileError | StorageFailed):
-                        self.metrics.state_file_failures.inc()
-                    self._answer(call_id, error)
-                case Loading(progress):
-                    if self._on_loading is not None:
-                        self._on_loading(progress)
-                case Ready(info, limits, memory):
-                    self.metrics.loaded(limits, memory)
-                    self.info, self.limits, self.error = info, limits, None
-                    self._computing = True
-                    self._backoff.ready()
-                    if self.health is not Health.DRAINING:
-                        self.health = Health.READY
-                    if not self.loaded.done():
-                        self.loaded.set_result(None)
-                    self._dispatch()
-                case Unready(message, given_up):
-                    self._computing = False
-                    self.metrics.ready.set(0)
-                    self._give_up(EngineNotReady(message), waits=not given_up)
-                case ClusterReport():
-                    self.metrics.replicas.report = report
-                case Died(code, message):
-                    self._on_crash(from_code(code, message))
-
-    def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
+        """Handle a report of a run; hand outputs to their streams."""
+        if run != self._run or self.health is Health.STOPPED:
+            return
+        if not isinstance(report, StepReport):
+            self._change_state(report)
+            return
+        self.metrics.step(report.stats)
         now = time.monotonic()
         changed = completed = False  # changed: others may go to the engine
         generated = 0
-        for output in outputs:
+        for output in report.outputs:
             state = self._queue.states.get(output.request_id)
             if state is None or state.stage is not Stage.ENGINE:
                 continue
             if count := len(output.tokens):
                 if state.last_token is None:
+                    state.first_token = now
                     self.metrics.time_to_first_token.observe(now - state.arrived)
                 else:
                     self.metrics.inter_token.observe(now - state.last_token)
-                state.add(output, now)
+                state.last_token = now
+                state.add_tokens(output)
                 changed |= state.crashes > 0 and state.clear_by_progress()
                 state.tenant.charge(count, now)
                 generated += count
@@ -369,15 +320,43 @@ class EngineClient:
                 self._end(state, output)
                 continue
             state.stream.push(output)
-            if state.stream.overfull:  # the client does not read: its output must not fill the memory
+            # A client that does not read must not fill the memory.
+            if self.unread_limit is not None and state.stream.unread_bytes > self.unread_limit:
                 changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
-        if completed:
+        if completed and self._backoff.count:
             self._backoff.progress()
         if changed:
             self._dispatch()
+
+    def _change_state(self, report: Report) -> None:
+        match report:
+            case Inspection(call_id) | CacheDone(call_id) if call_id in self._calls:
+                answer = report.snapshot if isinstance(report, Inspection) else report.failure or report
+                settle(self._calls.pop(call_id), answer)
+            case LoadProgress(fraction):
+                if self._on_loading is not None:
+                    self._on_loading(fraction)
+            case Ready(info, limits, memory):
+                self.metrics.loaded(limits, memory)
+                self.info, self.limits, self.error = info, limits, None
+                self._computing = True
+                self._backoff.ready()
+                if self.health is not Health.DRAINING:
+                    self.health = Health.READY
+                if not self.loaded.done():
+                    self.loaded.set_result(None)
+                self._dispatch()
+            case Unready(message, given_up):
+                self._computing = False
+                self.metrics.ready.set(0)
+                self._give_up(EngineNotReady(message), waits=not given_up)
+            case ClusterReport():
+                self.metrics.replicas.report = report
+            case Died(code, message):
+                self._on_crash(from_code(code, message))
 
     def _on_crash(self, error: CllmError) -> None:
         """Survive native death: a new run starts, and requests go on there with what they have said."""
@@ -397,9 +376,6 @@ class EngineClient:
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
-        if not self._executor.restartable:
-            self._give_up(error)
-            return
         delay_s = self._backoff.next_delay()
         if self._backoff.exhausted:
             times = f"the engine crashed {self._backoff.count} times in a row"
@@ -409,7 +385,7 @@ class EngineClient:
         elif self.health is not Health.DRAINING:
             self.health = Health.RESTARTING
         self.metrics.restarts.inc()
-        self.start(delay_s)
+        self._start_run(delay_s)
 
     def _give_up(self, error: CllmError, *, waits: bool = False) -> None:
         """No engine is there: every request, present and later, fails until Ready, unless it `waits`."""
@@ -441,10 +417,10 @@ class EngineClient:
         now = time.monotonic()
         if (usage := output.usage) is None:  # made here, where the whole cost is not known
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
-        output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
+        if output.usage is None or state.resumed:
+            output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)
-        self._timers.cancel(output.request_id)
+        if state.deadline is not None:
+            state.deadline.cancel()
         self.metrics.ended(state, output, now)
-        if log.isEnabledFor(logging.INFO):
-            log.info("%s", describe_end(state, output, now))
         state.stream.push(output)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from cllm.config import ModelConfig
 from cllm.errors import (
     CapacityError,
@@ -23,6 +25,7 @@ from cllm.errors import (
     EngineError,
     EngineNotReady,
     Forbidden,
+    InvalidRequest,
     ModelBusy,
     ModelDoesNotFit,
     ModelNotFound,
@@ -33,8 +36,8 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
-from cllm.frontend.request_state import RequestState
-from cllm.frontend.served_model import Memory, ModelStatus, ServedModel
+from cllm.frontend.request_queue import RequestState
+from cllm.frontend.served_model import Memory, ModelStatus, Phase, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.models.resolve import match_name
 from cllm.types import Health, TenantLimits
@@ -46,7 +49,7 @@ LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
 
 
-class Lease:
+class ModelLease:
     """Keeps a model loaded while an HTTP request needs its engine."""
 
     def __init__(self, model: ServedModel, released: asyncio.Event) -> None:
@@ -81,7 +84,7 @@ class EngineRegistry:
         queue_size: int = 1024,
         max_wait_s: float = 0.0,
     ) -> None:
-        """`limit`: bytes by device that the loaded models may take together; a device without one has none.
+        """Serve models whose engines together take at most `limit` bytes, by device; others have no limit.
 
         At most `queue_size` requests wait for models, each at most `max_wait_s` (0: `MAX_WAIT_S`).
         """
@@ -155,6 +158,22 @@ class EngineRegistry:
         why = "names several models" if found else "is not served here"
         raise ModelNotFound(f"the model {name[:100]!r} {why}; choose one of: {listed}{more}")
 
+    def add_alias(self, source: str, name: str) -> None:
+        """Give the model that `source` names one more name, until the server ends.
+
+        Raises ModelNotFound, also where one model serves every name; InvalidRequest for a name that is taken.
+        """
+        infos = {model: [model.info.name.lower()] if model.info is not None else [] for model in self.served}
+        known = {model: names + infos[model] for model, names in self._names.items()}
+        found = match_name(source, known) or match_name(source.removesuffix(LATEST), known)
+        if len(found) != 1:
+            raise ModelNotFound(f"{source[:100]!r} names no model, or several: GET /v1/models lists them")
+        if any(name.lower() in names for names in known.values()):
+            raise InvalidRequest(f"the name {name!r} is taken: choose another one")
+        model = found[0]
+        model.config = replace(model.config, aliases=(*model.config.aliases, name))
+        self._names[model] = list_names(model.config)
+
     async def start(self) -> None:
         """Load what is loaded from the start: the one model; of several, the first and those that are kept.
 
@@ -168,7 +187,7 @@ class EngineRegistry:
 
     # Using a model -----------------------------------------------------------------------------------
 
-    async def use(self, model: ServedModel, timeout_s: float | None = None) -> Lease:
+    async def use(self, model: ServedModel, timeout_s: float | None = None) -> ModelLease:
         """Load the model if need be, and keep it loaded until the lease is released.
 
         Raises ModelDoesNotFit, EngineNotReady (it could not be loaded), QueueFull, DeadlineExceeded.
@@ -179,7 +198,7 @@ class EngineRegistry:
         else:
             await self._wait_loaded(model, timeout_s)
         log.debug("model %s is used, %d users", model.name, model.users)
-        return Lease(model, self._changed)
+        return ModelLease(model, self._changed)
 
     async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
         """Wait for a load; the caller is a user of the model then."""
@@ -237,7 +256,7 @@ class EngineRegistry:
                 model.loading = asyncio.create_task(self._load(model))
 
     async def _load_now(self, model: ServedModel) -> None:
-        if model.unloading is not None:
+        if model.phase is Phase.UNLOADING:
             await model.unload()  # until it has ended
         if model.loaded or not model.waiters:
             return  # it was to leave and could stay, or they have left
@@ -261,16 +280,13 @@ class EngineRegistry:
         return sorted(found, key=lambda each: (not each.quiet, each.used_at))
 
     def _rooms(self, model: ServedModel) -> list[Memory]:
-        """What the limit leaves for a model: beside all that are loaded, then with more and more unloaded."""
+        """Memory left for a model: beside all that are loaded, then with more and more of them unloaded."""
         used = _add(each.memory for each in self.served if each is not model)
-        rooms = [self._left(used)]
-        for other in self._others(model):
-            used.subtract(other.memory)
-            rooms.append(self._left(used))
+        rooms: list[Memory] = []
+        for other in [None, *self._others(model)]:
+            used.subtract(other.memory if other is not None else {})
+            rooms.append({device: max(0, size - used[device]) for device, size in self.limit.items()})
         return rooms if self.limit else []
-
-    def _left(self, used: Mapping[str, int]) -> Memory:
-        return {device: max(0, size - used.get(device, 0)) for device, size in self.limit.items()}
 
     def _in_the_way(self, model: ServedModel, needed: Memory) -> list[ServedModel]:
         """The models that must be unloaded before this one fits. Raises ModelDoesNotFit."""
@@ -296,7 +312,7 @@ class EngineRegistry:
         """Unload others until this one fits; False when no request waits for it any more.
 
         Where only busy models stand in the way, they take no more requests until they are unloaded: else
-        requests for this one could wait for ever. Those that come in for them wait for their own turn.
+        requests for this one could wait without end. Those that come in for them wait for their own turn.
         """
         try:
             while chosen := self._in_the_way(model, needed):
@@ -317,7 +333,8 @@ class EngineRegistry:
     def _let_leave(self, chosen: Sequence[ServedModel]) -> None:
         """These models take no more requests, and all others do."""
         for model in self.served:
-            model.leaving = model in chosen
+            if model.phase is (Phase.SERVING if model in chosen else Phase.LEAVING):
+                model.move_to(Phase.LEAVING if model in chosen else Phase.SERVING)
             if model.waiters and model.open:
                 model.admit()
 

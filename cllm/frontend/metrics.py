@@ -1,23 +1,28 @@
-"""Metrics for Prometheus. One registry per engine, no module globals."""
+"""Metrics for Prometheus, and the log of ended requests. One registry per engine, no module globals."""
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cllm.deprecated import METRICS
-from cllm.frontend.request_log import RequestLog
-from cllm.frontend.request_queue import RequestQueue
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestQueue, RequestState
 from cllm.frontend.tenants import Tenants
-from cllm.types import Limits, RequestOutput, Usage
-from cllm.workers.messages import ClusterReport, StepStats
+from cllm.messages import ClusterReport, StepStats
+from cllm.types import Limits, RequestOutput
 
+log = logging.getLogger(__name__)
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 # Fields of StepStats: (field, metric, help).
 _STEP_COUNTERS = (
@@ -72,18 +77,13 @@ class EngineMetrics:
         self.request_log = RequestLog()
         self.tenants = Tenants()  # those of the queue
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            made = self._by_name[name] = Counter(f"cllm_{name}", text, labels, registry=self.registry)
-            return made
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            made = self._by_name[name] = Gauge(f"cllm_{name}", text, labels, registry=self.registry)
-            return made
-
-        def histogram(name: str, text: str) -> Histogram:
-            made = Histogram(f"cllm_{name}", text, buckets=_SECONDS, registry=self.registry)
+        def make(kind: type[Kind], name: str, text: str, *labels: str, **options: Any) -> Kind:
+            made = kind(f"cllm_{name}", text, labels, registry=self.registry, **options)
             self._by_name[name] = made
             return made
+
+        counter, gauge = partial(make, Counter), partial(make, Gauge)
+        histogram = partial(make, Histogram, buckets=_SECONDS)
 
         self.accepted = counter("requests_accepted", "Requests accepted into the queue")
         self.finished = counter("requests_finished", "Requests ended, by outcome", "outcome")
@@ -109,28 +109,18 @@ class EngineMetrics:
         self.request_time = histogram("request_seconds", "From arrival to the end")
         self.kv_cells_total = gauge("kv_cells_total", "KV cells in all")
         self.restarts = counter("engine_restarts", "Engine processes started after a crash")
-        self.memory = gauge("memory_bytes", "Memory by part; buffers are an estimate", "part")
+        self.memory = gauge("memory_bytes", "Memory by part", "part")
         self._host_cache = self.memory.labels("ram_tier")
         self._ngram_indexes = self.memory.labels("ngram_indexes")
-        self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
         self._last = StepStats()
         self._counters = [(field, counter(name, text)) for field, name, text in _STEP_COUNTERS]
         self._gauges = [(field, gauge(name, text)) for field, name, text in _STEP_GAUGES]
-        names = [name for _, name, _ in (*_STEP_COUNTERS, *_STEP_GAUGES)]
-        metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
-        DeprecatedMetrics(metrics, self.registry)
         self.registry.register(TenantMetrics(self))
-        self.replicas = ReplicaMetrics(self.registry)
-        self._llama = LlamaMetrics(
-            {
-                "n_decode_total": metrics["steps"],
-                "tokens_predicted_total": self.generated_tokens,
-                "requests_processing": metrics["running_requests"],
-                "requests_deferred": self.queue,
-            },
-            self.registry,
-        )
+        self.replicas = ReplicaCollector()
+        self.registry.register(self.replicas)
+        self._llama = LlamaMetrics(self)
+        self.registry.register(self._llama)
 
     def watch(self, queue: RequestQueue) -> None:
         """Show this queue; read when metrics are scraped."""
@@ -164,19 +154,38 @@ class EngineMetrics:
         self._ngram_indexes.set(stats.draft_bytes)
 
     def ended(self, state: RequestState, output: RequestOutput, now: float) -> None:
+        """Account for a request that has ended: here, in the request log, and with a line in the log."""
         assert output.finish_reason is not None and output.usage is not None
-        self.finished.labels(output.finish_reason.value).inc()
+        usage, reason, queue_s = (
+            output.usage,
+            output.finish_reason.value,
+            (state.dispatched or now) - state.arrived,
+        )
+        self.finished.labels(reason).inc()
         if output.error is not None:
             self.failed.labels(output.error.code).inc()
-        self.queue_time.observe((state.dispatched or now) - state.arrived)
+        self.queue_time.observe(queue_s)
         self.request_time.observe(now - state.arrived)
-        self.prompt_tokens.inc(output.usage.prompt_tokens)
-        if output.usage.cached_tokens:
-            self.cached_tokens.labels(output.usage.cached_from).inc(output.usage.cached_tokens)
-        self.drafted_tokens.inc(output.usage.drafted_tokens)
-        self.accepted_tokens.inc(output.usage.accepted_tokens)
-        self._llama.ended(state, output.usage, now)
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        if usage.cached_tokens:
+            self.cached_tokens.labels(usage.cached_from).inc(usage.cached_tokens)
+        self.drafted_tokens.inc(usage.drafted_tokens)
+        self.accepted_tokens.inc(usage.accepted_tokens)
+        first = state.first_token or now  # one that never had a token took no time of either kind
+        self._llama.prompt_s += first - (state.dispatched or first)
+        self._llama.predicted_s += now - first
+        self._llama.longest = max(self._llama.longest, usage.prompt_tokens + usage.completion_tokens)
         self.request_log.add(state, output, now)
+        if log.isEnabledFor(logging.INFO):
+            error = f" ({output.error.code})" if output.error else ""
+            source = f" from {usage.cached_from}" if usage.cached_from else ""
+            waited = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
+            log.info(
+                f"request {output.request_id}: {reason}{error}, "
+                f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached{source}), "
+                f"{usage.completion_tokens} generated, queued {queue_s:.3f} s, "
+                f"first token {waited}, total {now - state.arrived:.3f} s"
+            )
 
     def crashed(self) -> None:
         """The engine process is gone: nothing runs, nothing is held."""
@@ -211,48 +220,27 @@ class EngineMetrics:
 
 def render_models(models: Mapping[str, EngineMetrics]) -> bytes:
     """The exposition format of several models: every metric once, its samples by `model`."""
-    registry = CollectorRegistry()
-    registry.register(ModelsCollector({name: metrics.registry for name, metrics in models.items()}))
-    return generate_latest(registry)
+    families: dict[str, Metric] = {}
+    for model, metrics in models.items():
+        for family in metrics.registry.collect():
+            shown = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
+    return generate_latest(CollectedMetrics(families.values()))
 
 
-class ModelsCollector(Collector):
-    """The metrics of several registries, each sample with the label `model`."""
+class CollectedMetrics(Collector):
+    """Metrics as they were collected."""
 
-    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
-        self._registries = registries
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for model, registry in self._registries.items():
-            for family in registry.collect():
-                shown = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
-        return families.values()
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # else it would be collected when it is registered, and lose speeds since the last scrape
-
-
-def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
-    """The end of a request in one line of the log."""
-    assert output.usage is not None and output.finish_reason is not None
-    usage, error = output.usage, f" ({output.error.code})" if output.error else ""
-    source = f" from {usage.cached_from}" if usage.cached_from else ""
-    first = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
-    return (
-        f"request {output.request_id}: {output.finish_reason.value}{error}, "
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached{source}), "
-        f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
-        f"first token {first}, total {now - state.arrived:.3f} s"
-    )
+        return self._families
 
 
 class TenantMetrics(Collector):
-    """What each tenant has had, and what it has here now: read when metrics are scraped."""
+    """Tokens and requests of each tenant, read when metrics are scraped."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
@@ -267,12 +255,10 @@ class TenantMetrics(Collector):
         return tokens, held
 
 
-class ReplicaMetrics(Collector):
+class ReplicaCollector(Collector):
     """The replicas of a cluster, each with its own label; nothing where the engine is of this machine."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.report: ClusterReport | None = None
-        registry.register(self)
+    report: ClusterReport | None = None
 
     def collect(self) -> Iterable[Metric]:
         if (report := self.report) is None:
@@ -287,58 +273,32 @@ class ReplicaMetrics(Collector):
             yield family
 
 
-class DeprecatedMetrics(Collector):
-    """Metrics under their old names too, with the same values."""
-
-    def __init__(self, metrics: Mapping[str, Collector], registry: CollectorRegistry) -> None:
-        self._metrics = {old: metrics[new.removeprefix("cllm_")] for old, new in METRICS.items()}
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        for old, metric in self._metrics.items():
-            (new,) = metric.collect()
-            copy = Metric(old, f"Deprecated: use {new.name}", new.type)
-            for sample in new.samples:
-                copy.add_sample(sample.name.replace(new.name, old, 1), sample.labels, sample.value)
-            yield copy
-
-
 class LlamaMetrics(Collector):
-    """What llama-server measures, under its names: for dashboards that were made for it."""
+    """Metrics of llama-server, under its names: for dashboards that were made for it."""
 
-    def __init__(self, same: Mapping[str, Collector], registry: CollectorRegistry) -> None:
-        """`same` are metrics of cllm that mean the same, by llama-server's names."""
-        self._same = same
-        self._sums = dict.fromkeys(
-            (
-                "prompt_tokens_total",
-                "prompt_tokens_cached_total",
-                "prompt_seconds_total",
-                "tokens_predicted_seconds_total",
-                "spec_decode_num_draft_tokens_total",
-                "spec_decode_num_accepted_tokens_total",
-            ),
-            0.0,
-        )
-        self._longest = 0
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self.prompt_s = self.predicted_s = 0.0
+        self.longest = 0  # tokens of a request
         self._scraped = dict.fromkeys(("prompt", "predicted"), (0.0, 0.0))  # tokens and seconds until then
-        registry.register(self)
-
-    def ended(self, state: RequestState, usage: Usage, now: float) -> None:
-        """Count a request; one that never had a token took no time of either kind."""
-        first, sums = state.first_token or now, self._sums
-        sums["prompt_tokens_total"] += usage.prompt_tokens - usage.cached_tokens
-        sums["prompt_tokens_cached_total"] += usage.cached_tokens
-        sums["prompt_seconds_total"] += first - (state.dispatched or first)
-        sums["tokens_predicted_seconds_total"] += now - first
-        sums["spec_decode_num_draft_tokens_total"] += usage.drafted_tokens
-        sums["spec_decode_num_accepted_tokens_total"] += usage.accepted_tokens
-        self._longest = max(self._longest, usage.prompt_tokens + usage.completion_tokens)
 
     def collect(self) -> Iterable[Metric]:
         """Speeds are those since the last scrape."""
-        same = {name: _get_value(metric) for name, metric in self._same.items()}
-        values = {**self._sums, **same, "n_tokens_max": float(self._longest)}
+        names = ("prompt_tokens", "cached_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens")
+        counts = self._metrics.read((*names, "steps", "running_requests", "queue_requests"))
+        values = {
+            "prompt_tokens_total": counts["prompt_tokens"] - counts["cached_tokens"],
+            "prompt_tokens_cached_total": counts["cached_tokens"],
+            "prompt_seconds_total": self.prompt_s,
+            "tokens_predicted_seconds_total": self.predicted_s,
+            "spec_decode_num_draft_tokens_total": counts["drafted_tokens"],
+            "spec_decode_num_accepted_tokens_total": counts["accepted_tokens"],
+            "n_decode_total": counts["steps"],
+            "tokens_predicted_total": counts["generated_tokens"],
+            "requests_processing": counts["running_requests"],
+            "requests_deferred": counts["queue_requests"],
+            "n_tokens_max": float(self.longest),
+        }
         for kind, tokens, seconds in (
             ("prompt", "prompt_tokens_total", "prompt_seconds_total"),
             ("predicted", "tokens_predicted_total", "tokens_predicted_seconds_total"),
@@ -352,11 +312,6 @@ class LlamaMetrics(Collector):
             family = Metric(own.removesuffix("_total"), "llama-server's", "counter" if counted else "gauge")
             family.add_sample(own, {}, value)
             yield family
-
-
-def _get_value(metric: Collector) -> float:
-    """The value of a metric without labels."""
-    return next(iter(metric.collect())).samples[0].value
 
 
 class PlainHistogram(Collector):
@@ -382,3 +337,113 @@ class PlainHistogram(Collector):
             seen += count
             buckets.append((str(bound) if bound < float("inf") else "+Inf", seen))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class RequestRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An ended request: times and counts, never its text."""
+
+    number: int  # in the order of their ends, from 1
+    id: str
+    tenant: str
+    outcome: str
+    ended: float  # seconds since 1970
+    queue_ms: float
+    first_ms: float | None  # from arrival to the first token; None: there was none
+    gap_ms: float | None  # between two tokens, on average
+    total_ms: float
+    prompt: int
+    cached: int
+    generated: int
+
+
+class LatencyPoint(msgspec.Struct):
+    """Latency of requests with neighbouring numbers, in milliseconds: sums and maxima."""
+
+    first_count: int
+    first_sum: float
+    first_max: float
+    gap_count: int
+    gap_sum: float
+    gap_max: float
+
+    def merge(self, other: LatencyPoint) -> None:
+        self.first_count += other.first_count
+        self.first_sum += other.first_sum
+        self.first_max = max(self.first_max, other.first_max)
+        self.gap_count += other.gap_count
+        self.gap_sum += other.gap_sum
+        self.gap_max = max(self.gap_max, other.gap_max)
+
+    def figures(self) -> tuple[float, float, float | None, float | None]:
+        """Mean and maximum in milliseconds: to the first token, then between two tokens."""
+        gap_mean = gap_max = None
+        if self.gap_count:
+            gap_mean, gap_max = shorten(self.gap_sum / self.gap_count), shorten(self.gap_max)
+        return shorten(self.first_sum / self.first_count), shorten(self.first_max), gap_mean, gap_max
+
+
+class LatencyCurve:
+    """Latency by request number in at most `MAX_POINTS` points: when these are full, each two become one."""
+
+    MAX_POINTS = 512
+
+    def __init__(self) -> None:
+        self.width = 1  # requests of a point
+        self.count = 0
+        self.points: list[LatencyPoint] = []
+
+    def add(self, first_ms: float, gap_ms: float | None) -> None:
+        if self.count == self.width * self.MAX_POINTS:
+            for left, right in zip(self.points[::2], self.points[1::2], strict=True):
+                left.merge(right)
+            self.points = self.points[::2]
+            self.width *= 2
+        gap = gap_ms or 0.0
+        point = LatencyPoint(1, first_ms, first_ms, int(gap_ms is not None), gap, gap)
+        if self.count == self.width * len(self.points):
+            self.points.append(point)
+        else:
+            self.points[-1].merge(point)
+        self.count += 1
+
+
+class RequestLog:
+    """The last `KEPT` requests, and the latency curve of all of them."""
+
+    KEPT = 100
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.records: deque[RequestRecord] = deque(maxlen=self.KEPT)
+        self.curve = LatencyCurve()
+
+    def add(self, state: RequestState, output: RequestOutput, now: float) -> None:
+        assert output.finish_reason is not None and output.usage is not None
+        self.count += 1
+        first_ms = gap_ms = None
+        if state.first_token is not None and state.last_token is not None:
+            first_ms = 1000 * (state.first_token - state.arrived)
+            if state.generated > 1:
+                gap_ms = 1000 * (state.last_token - state.first_token) / (state.generated - 1)
+            self.curve.add(first_ms, gap_ms)
+        usage, ended_at = output.usage, time.time()
+        record = RequestRecord(
+            self.count,
+            output.request_id[-8:],  # as much as finds it in the log
+            state.tenant.name,
+            output.error.code if output.error is not None else output.finish_reason.value,
+            round(ended_at, 1),
+            shorten(1000 * ((state.dispatched or now) - state.arrived)),
+            None if first_ms is None else shorten(first_ms),
+            None if gap_ms is None else shorten(gap_ms),
+            shorten(1000 * (now - state.arrived)),
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+        )
+        self.records.append(record)
+
+
+def shorten(value: float) -> float:
+    """Enough digits to read, few to send."""
+    return round(value, 2) if value < 100 else float(round(value))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import msgspec
@@ -17,15 +16,17 @@ _logprobs_encoder = msgspec.msgpack.Encoder()
 _logprobs_decoder = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...])
 
 
-class OutputStream:
-    """A request's outputs as they come. The producer never blocks; what is unread is read as one output.
+class AsyncOutputStream:
+    """A request's outputs as they come: read with `async for`, or one `next` at a time, by one reader.
 
-    The newest unread output is kept as it is; a reader that keeps up sees nothing else. Those before it are
-    packed: as objects they would take fifty times the memory. Beyond `unread_limit` bytes the stream is
-    `overfull` and is to be ended. The terminal output has a `finish_reason`; after it there is nothing.
+    The producer, on the same event loop, never blocks; what is unread is read as one output. The newest
+    unread output is kept as it is; a reader that keeps up sees nothing else. Those before it are packed: as
+    objects they would take fifty times the memory. The terminal output has a `finish_reason`; after it there
+    is nothing.
     """
 
-    unread_limit: int | None = None  # bytes; None: the answer's own length is limit enough
+    # A bare future: asyncio.Event would cost more than all the rest here, once a token.
+    _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -52,7 +53,8 @@ class OutputStream:
                 self.first_token = time.perf_counter()
         if output.finish_reason is not None:
             self.finished, self.ended = True, time.perf_counter()
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     @property
     def unread_bytes(self) -> int:
@@ -60,26 +62,30 @@ class OutputStream:
         return self._packed.size if self._packed is not None else 0
 
     @property
-    def overfull(self) -> bool:
-        return self.unread_limit is not None and self.unread_bytes > self.unread_limit
-
-    @property
     def failure(self) -> Failure | None:
         """Why it failed, if that is the first thing to read."""
         return self._newest.error if self._newest is not None and self._packed is None else None
 
-    def _take(self) -> RequestOutput:
-        """All that is unread (something is) as one output. An error comes alone, after the text before it."""
-        newest, packed = self._newest, self._packed
-        assert newest is not None
-        self._packed = None
+    async def next(self) -> RequestOutput:
+        """All that is unread as one output, or what comes next. An error comes alone, after the text before.
+
+        Not to be called again after the terminal output.
+        """
+        while self._newest is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        newest, packed, self._packed = self._newest, self._packed, None
         if packed is not None and newest.error is not None:
             return packed.unpack(RequestOutput(request_id=self.request_id))
         self._newest = None
         return newest if packed is None else packed.unpack(newest)
 
-    def _wake(self) -> None:
-        raise NotImplementedError
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while True:
+            output = await self.next()
+            yield output
+            if output.finish_reason is not None:
+                return
 
 
 class PackedOutputs:
@@ -117,55 +123,3 @@ class PackedOutputs:
             logprobs=(*logprobs, *newest.logprobs),
             prompt_logprobs=self._prompt_logprobs + newest.prompt_logprobs,
         )
-
-
-class AsyncOutputStream(OutputStream):
-    """Read with `async for`, or one `next` at a time, by one reader on the event loop that pushes."""
-
-    unread_limit = 1 << 20
-
-    # A bare future: asyncio.Event would cost more than all the rest here, once a token.
-    _waiter: asyncio.Future[None] | None = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> RequestOutput:
-        """All that is unread, or what comes next. Not to be called again after the terminal output."""
-        while self._newest is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._take()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        while True:
-            output = await self.next()
-            yield output
-            if output.finish_reason is not None:
-                return
-
-
-class BlockingOutputStream(OutputStream):
-    """Read with `for`, from any one thread."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self._condition = threading.Condition()
-
-    def push(self, output: RequestOutput) -> None:
-        with self._condition:
-            super().push(output)
-
-    def _wake(self) -> None:
-        self._condition.notify_all()
-
-    def __iter__(self) -> Iterator[RequestOutput]:
-        while True:
-            with self._condition:
-                while self._newest is None:
-                    self._condition.wait()
-                output = self._take()
-            yield output
-            if output.finish_reason is not None:
-                return

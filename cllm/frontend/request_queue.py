@@ -5,20 +5,50 @@ It lives in the parent. So a refusal never waits for a step, and a crash of the 
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
-from cllm.frontend.output_stream import OutputStream
-from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.tenants import DrainRate, Tenant, Tenants
 from cllm.types import Limits, Request
+from cllm.workers.supervisor import ResumableRequest
 
 MAX_EMBEDDING_REQUESTS = 16  # in the engine at a time
+
+
+class Stage(Enum):
+    QUEUED = "queued"
+    ENGINE = "engine"
+    DONE = "done"
+
+
+class RequestState(ResumableRequest):
+    """An accepted request: its stage, its stream, its times (monotonic), its answer so far."""
+
+    number = 0  # in the order of arrival, in its queue
+    stage = Stage.QUEUED
+    charged = False  # its prompt counts for its tenant; a replay is not charged again
+    timeout_s: float | None = None  # from arrival to the last token
+    deadline: asyncio.TimerHandle | None = None
+    dispatched: float | None = None  # the first time, if it has begun
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def __init__(self, request: Request, stream: AsyncOutputStream, tenant: Tenant, queue: FairQueue) -> None:
+        super().__init__(request)
+        self.stream = stream
+        self.tenant = tenant
+        self.queue = queue
+        self.input_tokens = request.input_tokens
+        self.arrived = time.monotonic()
 
 
 class RequestQueue:
@@ -59,7 +89,7 @@ class RequestQueue:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """How many requests wait, and how many prompt tokens."""
+        """Number of requests and of prompt tokens that wait."""
         generation, embedding = self._generation, self._embedding
         return generation.count + embedding.count, generation.tokens + embedding.tokens
 
@@ -68,7 +98,7 @@ class RequestQueue:
         """All accepted requests, those in the engine first."""
         return (*self._engine.values(), *self._generation, *self._embedding)
 
-    def admit(self, request: Request, stream: OutputStream, limits: Limits | None) -> RequestState:
+    def admit(self, request: Request, stream: AsyncOutputStream, limits: Limits | None) -> RequestState:
         """Take a request into the queue, or raise at once why not."""
         if request.embed:
             _check_inputs(request, limits)
@@ -78,8 +108,7 @@ class RequestQueue:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
         assert request.id not in self.states, f"request {request.id} is here already"
         tenant = self.tenants.find(request.tenant)
-        queue = self._embedding if request.embed else self._generation
-        state = RequestState(request, stream, tenant, queue)
+        state = RequestState(request, stream, tenant, self._embedding if request.embed else self._generation)
         tenant.check(request, state.arrived)
         self.refuse_if_full(state.input_tokens)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
@@ -88,11 +117,11 @@ class RequestQueue:
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, state.arrived)
         self.states[request.id] = state
-        queue.push(state)
+        state.queue.push(state)
         return state
 
     def refuse_if_full(self, tokens: int) -> None:
-        """Raise QueueFull if a prompt of so many tokens may not wait."""
+        """Raise QueueFull if the queue has no room for a prompt of `tokens` tokens."""
         count, waiting_tokens = self.waiting
         if count >= self.queue_size:
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
@@ -113,28 +142,39 @@ class RequestQueue:
                 state.dispatched = state.dispatched or now
                 self._engine[state.request.id] = state
                 queue.running += 1
-                self.tenants.entered(state.tenant)
+                tenant = state.tenant
+                tenant.waiting -= 1
+                tenant.running += 1
+                tenant.peak(self.tenants.period)
+                self.tenants.recent[tenant] = None
                 if not state.charged:
                     state.charged = True
-                    state.tenant.charge(state.input_tokens, now)
+                    tenant.charge(state.input_tokens, now)
                 sent.append(state)
         # Of all the rules only places that are kept depend on time: with one tenant there are none.
-        lapses = self._generation.count and self.tenants.active_count > 1
+        lapses = self._generation.count and len(self.tenants.active) > 1
         self.look_again_at = self.tenants.period_end if lapses else None
         return sent
 
     def _pop(self, queue: FairQueue, limits: Limits, now: float) -> RequestState | None:
         """The next request of a queue, or None while the engine is to be given no more of them."""
         running = next(iter(self._engine.values()), None)
-        first, alone = queue.first_replayed, self._next_alone()
-        if running is not None and (running.alone or alone is not None):
+        if running is not None and running.alone:
             return None
-        if alone is not None and alone is not first:
+        # Of those replayed, at the head of either queue, the one that must run alone next.
+        heads = [each.replayed[0] for each in (self._generation, self._embedding) if each.replayed]
+        suspects = [state for state in heads if state.alone]
+        if suspects and (
+            running is not None or min(suspects, key=lambda each: each.arrived).queue is not queue
+        ):
             return None
-        generation = queue is self._generation
-        if queue.running >= (window(limits.sequences) if generation else MAX_EMBEDDING_REQUESTS):
+        sequences, generation = limits.sequences, queue is self._generation
+        # When order does not matter, the engine is given a few more than it can run.
+        limit = sequences + max(2, sequences // 2) if generation else MAX_EMBEDDING_REQUESTS
+        if queue.running >= limit:
             return None
-        if first is not None:
+        if queue.replayed:
+            first = queue.replayed[0]
             queue.remove(first)
             return first
         if not generation:
@@ -144,17 +184,11 @@ class RequestQueue:
         known = (len(state.request.prompt) + state.generated for state in self._engine.values())
         if limits.unified and sum(known) >= limits.cells:
             return None
-        if self.tenants.active_count == 1:
+        if len(self.tenants.active) == 1:
             return queue.pop(now)
-        if (free := limits.sequences - queue.running) <= 0:
+        if (free := sequences - queue.running) <= 0:
             return None
-        return queue.pop(now, free, self.tenants.kept_places(limits.sequences))
-
-    def _next_alone(self) -> RequestState | None:
-        """The request that must run alone next, of those at the head of either queue."""
-        heads = (self._generation.first_replayed, self._embedding.first_replayed)
-        alone = (state for state in heads if state is not None and state.alone)
-        return min(alone, key=lambda state: state.arrived, default=None)
+        return queue.pop(now, free, self.tenants.kept_places(sequences))
 
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""
@@ -183,7 +217,10 @@ class RequestQueue:
             (lost if state.cancelled or to_blame else kept).append(state)
         for state in reversed(kept):
             self._leave_engine(state)
-            state.requeue()
+            state.stage = Stage.QUEUED
+            if not state.generated:
+                state.dispatched = None
+            state.resume()
             self.tenants.queued(state.tenant)
             state.queue.push(state)
         return lost, kept
@@ -191,12 +228,8 @@ class RequestQueue:
     def _leave_engine(self, state: RequestState) -> None:
         del self._engine[state.request.id]
         state.queue.running -= 1
-        self.tenants.left(state.tenant, time.monotonic())
-
-
-def window(sequences: int) -> int:
-    """How many the engine is given when order does not matter."""
-    return sequences + max(2, sequences // 2)
+        self.tenants.advance(time.monotonic())  # it was there until now
+        state.tenant.running -= 1
 
 
 def _check_inputs(request: Request, limits: Limits | None) -> None:
@@ -207,23 +240,16 @@ def _check_inputs(request: Request, limits: Limits | None) -> None:
             raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)
 
 
-class Line:
+class Line(OrderedDict[RequestState, None]):
     """The waiting requests of one tenant in a priority class, the oldest first. Never empty while it stands.
 
     A request is taken out anywhere in constant time, as those that are cancelled are.
     """
 
-    __slots__ = ("states", "tenant")
-
-    def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
-        self.states: OrderedDict[RequestState, None] = OrderedDict()
-
-    @property
-    def head(self) -> RequestState:
-        return next(iter(self.states))
+    tenant: Tenant
 
 
+@dataclass(eq=False)
 class PriorityClass:
     """The waiting requests of one priority, by tenant. Never empty while it is in the queue.
 
@@ -234,57 +260,48 @@ class PriorityClass:
 
     SPARE = 64  # entries of lines that are gone, in small heaps
 
-    def __init__(self, priority: int, now: float) -> None:
-        self.priority = priority
-        self.served = now  # when a request of this class was last let in, or when it began to wait
-        self.count = 0
-        self.lines: OrderedDict[Tenant, Line] = OrderedDict()
-        self._even: list[tuple[int, Line]] = []
-        self._ahead: list[tuple[float, int, Line]] = []
-
-    def add(self, state: RequestState) -> None:
-        self.count += 1
-        if (line := self.lines.get(state.tenant)) is None:
-            line = self.lines[state.tenant] = Line(state.tenant)
-            heapq.heappush(self._even, (state.number, line))
-        line.states[state] = None
-
-    def remove(self, state: RequestState) -> None:
-        self.count -= 1
-        line = self.lines[state.tenant]
-        del line.states[state]
-        if not line.states:
-            del self.lines[state.tenant]
-            if len(self._even) + len(self._ahead) > 2 * len(self.lines) + self.SPARE:
-                self._ahead.clear()
-                self._even = [(line.head.number, line) for line in self.lines.values()]
-                heapq.heapify(self._even)
+    priority: int
+    served: float  # when a request of this class was last let in, or when it began to wait
+    count: int = 0
+    lines: OrderedDict[Tenant, Line] = field(default_factory=OrderedDict)
+    even: list[tuple[int, Line]] = field(default_factory=list)
+    ahead: list[tuple[float, int, Line]] = field(default_factory=list)
 
     def next_line(self, virtual_time: float) -> Line:
         """The line of the tenant that has had least, of equals the one that waits longest."""
-        even, ahead = self._even, self._ahead
+        even, ahead = self.even, self.ahead
         while ahead and ahead[0][0] <= virtual_time:
-            if (line := heapq.heappop(ahead)[2]).states:
-                heapq.heappush(even, (line.head.number, line))
+            _, number, line = heapq.heappop(ahead)
+            heapq.heappush(even, (number, line))
         while even:
             number, line = even[0]
-            if not line.states:
+            first = next(iter(line)).number if line else 0
+            if not line:
                 heapq.heappop(even)
             elif (had := line.tenant.virtual) > virtual_time:
                 heapq.heappop(even)
-                heapq.heappush(ahead, (had, line.head.number, line))
-            elif line.head.number > number:
-                heapq.heapreplace(even, (line.head.number, line))
+                heapq.heappush(ahead, (had, first, line))
+            elif first > number:
+                heapq.heapreplace(even, (first, line))
             else:
                 return line
         while True:
             had, number, line = ahead[0]
-            if not line.states:
+            first = next(iter(line)).number if line else 0
+            if not line:
                 heapq.heappop(ahead)
-            elif line.tenant.virtual > had or line.head.number > number:
-                heapq.heapreplace(ahead, (line.tenant.virtual, line.head.number, line))
+            elif line.tenant.virtual > had or first > number:
+                heapq.heapreplace(ahead, (line.tenant.virtual, first, line))
             else:
                 return line
+
+    def drop_line(self, tenant: Tenant) -> None:
+        """Remove an empty line; its entries leave the heaps when they come to the top, or are many."""
+        del self.lines[tenant]
+        if len(self.even) + len(self.ahead) > 2 * len(self.lines) + self.SPARE:
+            self.ahead.clear()
+            self.even = [(next(iter(line)).number, line) for line in self.lines.values()]
+            heapq.heapify(self.even)
 
 
 class FairQueue:
@@ -305,7 +322,7 @@ class FairQueue:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._replayed: deque[RequestState] = deque()  # no more than the engine held
+        self.replayed: deque[RequestState] = deque()  # no more than the engine held
         self._classes: dict[int, PriorityClass] = {}
         self._pushed = 0  # in all
         self.count = 0
@@ -313,30 +330,31 @@ class FairQueue:
         self.running = 0  # requests from here that are in the engine
 
     def __iter__(self) -> Iterator[RequestState]:
-        yield from self._replayed
+        yield from self.replayed
         for _, each in sorted(self._classes.items(), reverse=True):
             yield from sorted(
-                (state for line in each.lines.values() for state in line.states),
+                (state for line in each.lines.values() for state in line),
                 key=lambda state: state.number,
             )
-
-    @property
-    def first_replayed(self) -> RequestState | None:
-        return self._replayed[0] if self._replayed else None
 
     def push(self, state: RequestState) -> None:
         """Add a request; one that was in a crash goes back to the head, before all others."""
         self.count += 1
         self.tokens += state.input_tokens
         if state.crashes:
-            self._replayed.appendleft(state)
+            self.replayed.appendleft(state)
             return
         self._pushed += 1
         state.number = self._pushed
         priority = state.request.priority
-        if (found := self._classes.get(priority)) is None:
-            found = self._classes[priority] = PriorityClass(priority, state.arrived)
-        found.add(state)
+        if (each := self._classes.get(priority)) is None:
+            each = self._classes[priority] = PriorityClass(priority, state.arrived)
+        each.count += 1
+        if (line := each.lines.get(state.tenant)) is None:
+            line = each.lines[state.tenant] = Line()
+            line.tenant = state.tenant
+            heapq.heappush(each.even, (state.number, line))
+        line[state] = None
 
     def pop(self, now: float, free: int = 1, kept: Mapping[Tenant, int] | None = None) -> RequestState | None:
         """Take the next request and advance virtual time; None if all `free` places are kept for others."""
@@ -344,64 +362,63 @@ class FairQueue:
         if len(classes) > 1:
             classes.sort(key=lambda each: each.priority + (now - each.served) / self.AGEING_S, reverse=True)
         for each in classes:
-            line = self._next_allowed(each, free, kept or {})
+            line: Line | None = each.next_line(self._tenants.virtual_time)
+            if kept and line is not None and not self._is_allowed(line.tenant, free, kept):
+                # All that come after it must wait, too, but for those of tenants with kept places.
+                others = [tenant for tenant in kept if self._is_allowed(tenant, free, kept)]
+                line = min(
+                    (each.lines[tenant] for tenant in others if tenant in each.lines),
+                    key=lambda line: (self._tenants.start_tag(line.tenant), next(iter(line)).number),
+                    default=None,
+                )
             if line is not None:
-                state = line.head
+                state = next(iter(line))
                 self._tenants.let_in(state.tenant)
                 each.served = now
                 self.remove(state)
                 return state
         return None
 
-    def _next_allowed(self, each: PriorityClass, free: int, kept: Mapping[Tenant, int]) -> Line | None:
-        """The next line whose tenant may take one of the free places.
+    def _is_allowed(self, tenant: Tenant, free: int, kept: Mapping[Tenant, int]) -> bool:
+        """Places are kept only from tenants that have had at least as much.
 
-        Places are kept only from tenants that have had at least as much: else many small requests would keep
-        theirs while few large ones take the machine. So where the next line must wait, all that come after
-        it must, but for those of tenants with kept places.
+        Else many small requests would keep theirs while few large ones take the machine.
         """
         start_tag = self._tenants.start_tag
-
-        def allowed(tenant: Tenant) -> bool:
-            tag = start_tag(tenant)
-            return free > sum(
-                count for other, count in kept.items() if other is not tenant and start_tag(other) <= tag
-            )
-
-        line = each.next_line(self._tenants.virtual_time)
-        if allowed(line.tenant):
-            return line
-        return min(
-            (each.lines[tenant] for tenant in kept if tenant in each.lines and allowed(tenant)),
-            key=lambda line: (start_tag(line.tenant), line.head.number),
-            default=None,
+        tag = start_tag(tenant)
+        return free > sum(
+            count for other, count in kept.items() if other is not tenant and start_tag(other) <= tag
         )
 
     def remove(self, state: RequestState) -> None:
         self.count -= 1
         self.tokens -= state.input_tokens
         if state.crashes:
-            self._replayed.remove(state)
+            self.replayed.remove(state)
             return
         each = self._classes[state.request.priority]
-        each.remove(state)
+        each.count -= 1
+        line = each.lines[state.tenant]
+        del line[state]
         if not each.count:
             del self._classes[each.priority]
+        elif not line:
+            each.drop_line(state.tenant)
 
     def position(self, state: RequestState) -> int:
-        """How many go before the newest of its tenant's requests, and itself, if no others come.
+        """Number of requests up to the newest of its tenant's, itself included, if no others come.
 
         Between tenants it is an estimate by weight, with many of them from a sample.
         """
         each = self._classes[state.request.priority]
-        own = len(each.lines[state.tenant].states)
-        ahead = len(self._replayed)
+        own = len(each.lines[state.tenant])
+        ahead = len(self.replayed)
         ahead += sum(other.count for other in self._classes.values() if other.priority > each.priority)
         others = [
             line for line in islice(each.lines.values(), self.MAX_SAMPLED) if line.tenant is not state.tenant
         ]
         turns = own / state.tenant.limits.weight
-        before = sum(min(len(line.states), math.ceil(turns * line.tenant.limits.weight)) for line in others)
+        before = sum(min(len(line), math.ceil(turns * line.tenant.limits.weight)) for line in others)
         if others:
             before = before * (len(each.lines) - 1) // len(others)
         return ahead + before + own

@@ -9,17 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_state import RequestState
+from cllm.frontend.request_queue import RequestState
 from cllm.models.files import parse_file_type
 from cllm.types import Health, Limits, ModelInfo
 
@@ -35,6 +35,43 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"  # the last load failed, or its engine has crashed too often
+
+
+_STATES = {
+    Health.LOADING: ModelState.LOADING,
+    Health.FAILED: ModelState.FAILED,
+    Health.SLEEPING: ModelState.UNLOADED,
+}
+
+
+class Phase(Enum):
+    """Where a model is on its way: UNLOADED → LOADING → SERVING → UNLOADING → UNLOADED.
+
+    A model that serves may be LEAVING, and stay after all, or RELOADING. A load that fails ends in FAILED. A
+    server that shuts down is CLOSING its models, loaded or not; that is the end.
+    """
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    FAILED = "failed"
+    SERVING = "serving"
+    LEAVING = "leaving"  # it takes no more requests: another model needs its memory
+    RELOADING = "reloading"  # another engine is loaded beside the one that serves, if one does
+    UNLOADING = "unloading"
+    CLOSING = "closing"
+
+
+_REST = (Phase.UNLOADED, Phase.FAILED)  # without an engine, or with a stopped one
+_ALLOWED = {
+    Phase.UNLOADED: {Phase.LOADING, Phase.RELOADING, Phase.FAILED},
+    Phase.FAILED: {Phase.LOADING, Phase.RELOADING, Phase.FAILED},
+    Phase.LOADING: {Phase.SERVING, *_REST},
+    Phase.SERVING: {Phase.LEAVING, Phase.RELOADING, Phase.UNLOADING},
+    Phase.LEAVING: {Phase.SERVING, Phase.UNLOADING},
+    Phase.RELOADING: {Phase.SERVING, *_REST},
+    Phase.UNLOADING: {Phase.UNLOADED},
+    Phase.CLOSING: set[Phase](),
+}
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,16 +109,16 @@ class Loader(Protocol):
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Settings that are ready to be loaded, within the first of the `rooms` that suffices.
 
         `file` replaces the model's own. With what is `serving`, its context stays. Raises CllmError.
         """
 
-    def is_current(self, prepared: Prepared) -> bool:
-        """Whether the files are still those that were prepared."""
+    def is_current(self, prepared: PreparedModel) -> bool:
+        """Return False when a file has changed since it was prepared."""
 
-    def make(self, prepared: Prepared) -> EngineClient:
+    def make(self, prepared: PreparedModel) -> EngineClient:
         """An engine, not started."""
 
 
@@ -94,7 +131,7 @@ class ServedModel:
         loader: Loader | None = None,
         *,
         engine: EngineClient | None = None,
-        prepared: Prepared | None = None,
+        prepared: PreparedModel | None = None,
         info: ModelInfo | None = None,
         created: int = 0,
     ) -> None:
@@ -110,30 +147,35 @@ class ServedModel:
         self._retry_at = 0.0  # it is not loaded before that
         self.users = 0  # HTTP requests that need the engine
         self.waiters: list[asyncio.Future[None]] = []  # HTTP requests that wait until it is loaded
-        self.leaving = False  # it takes no more requests: another model needs its memory
-        self.loading: asyncio.Task[None] | None = None
-        self.unloading: asyncio.Task[None] | None = None
+        self.phase = Phase.UNLOADED if engine is None else Phase.SERVING
+        self.loading: asyncio.Task[None] | None = None  # loads it when it is its turn
+        self._unloading: asyncio.Task[None] | None = None
         self.used_at = time.monotonic()
         self.last_used: float | None = None
         self.loaded_at: float | None = None if engine is None else time.time()
         self.engines: list[EngineClient] = [engine] if engine is not None else []  # those with processes
         self._loader = loader
         self._info = info
-        self._reloading = False
-        self._closing = False
         self._retiring: set[asyncio.Task[None]] = set()
 
     # What it is --------------------------------------------------------------------------------------
 
     @property
     def loaded(self) -> bool:
-        """Whether its engine has processes and has been ready."""
-        return self.engine is not None and self.engine in self.engines
+        """Its engine has processes and has been ready."""
+        return self.engine in self.engines
+
+    def move_to(self, phase: Phase) -> None:
+        """Change the phase, unless the server shuts down. Asserts that the transition exists."""
+        if self.phase is not Phase.CLOSING:
+            assert phase in _ALLOWED[self.phase], f"{self.name}: {self.phase.value} → {phase.value}"
+            self.phase = phase
 
     @property
     def open(self) -> bool:
-        """Whether a request can be taken now."""
-        return self.loaded and not self.leaving and self.unloading is None
+        """A request can be taken now."""
+        taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
+        return taking and self.engine in self.engines
 
     @property
     def can_load(self) -> bool:
@@ -141,12 +183,12 @@ class ServedModel:
 
     @property
     def quiet(self) -> bool:
-        """Whether no request has its engine."""
-        return not (self.users or self._reloading or self.requests)
+        """No request has its engine."""
+        return not (self.users or self.phase is Phase.RELOADING or self.requests)
 
     @property
     def idle(self) -> bool:
-        """Whether no request has its engine or waits for it."""
+        """No request has its engine or waits for it."""
         return self.quiet and not self.waiters
 
     @property
@@ -156,10 +198,10 @@ class ServedModel:
 
     @property
     def health(self) -> Health:
-        if self.loaded and self.unloading is None:
+        if self.loaded and self.phase is not Phase.UNLOADING:
             assert self.engine is not None
             return self.engine.health
-        if self.loading is not None:
+        if self.loading is not None or self.phase is Phase.LOADING:
             return Health.LOADING
         return Health.FAILED if self.error is not None else Health.SLEEPING
 
@@ -186,14 +228,7 @@ class ServedModel:
 
     @property
     def state(self) -> ModelState:
-        match self.health:
-            case Health.LOADING:
-                return ModelState.LOADING
-            case Health.FAILED:
-                return ModelState.FAILED
-            case Health.SLEEPING:
-                return ModelState.UNLOADED
-        return ModelState.READY
+        return _STATES.get(self.health, ModelState.READY)
 
     def describe(self, *, default: bool) -> ModelStatus:
         info, limits = self.info, self.limits
@@ -230,24 +265,32 @@ class ServedModel:
     async def start(self) -> None:
         """Start the engine that it was made with. Raises the error that keeps it from loading."""
         assert self.engine is not None
-        self.engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        self.engine.start()
+        self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
         self.touch()
 
-    async def prepare(self, rooms: Sequence[Memory] = ()) -> Prepared:
+    async def prepare(self, rooms: Sequence[Memory] = ()) -> PreparedModel:
         """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
         assert self._loader is not None
         if self.prepared is None or not self._loader.is_current(self.prepared):
-            serving = self.prepared.config if self.prepared is not None else None
-            prepare = self._loader.prepare
-            self.prepared = await asyncio.to_thread(prepare, self.config, serving=serving, rooms=rooms)
+            self.prepared = await self._prepare(self._loader, rooms=rooms)
         return self.prepared
 
-    async def load(self, prepared: Prepared) -> None:
+    async def _prepare(self, loader: Loader, **options: Any) -> PreparedModel:
+        serving = self.prepared.config if self.prepared is not None else None
+        return await asyncio.to_thread(loader.prepare, self.config, serving=serving, **options)
+
+    async def load(self, prepared: PreparedModel) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
-        await self._take_over(self._loader.make(prepared))
+        before = self.phase
+        self.move_to(Phase.LOADING)
+        try:
+            await self._take_over(self._loader.make(prepared))
+        except BaseException:
+            self.move_to(before)
+            raise
+        self.move_to(Phase.SERVING)
         self.error, self.loaded_at = None, time.time()
         self._failures = 0
 
@@ -263,28 +306,31 @@ class ServedModel:
     def fail(self, error: CllmError) -> None:
         """It could not be loaded: requests that wait for it hear why."""
         self.error = error
+        if self.phase in _REST:
+            self.move_to(Phase.FAILED)
         if self.can_load and not isinstance(error, ModelDoesNotFit | ShuttingDown):  # known at once
             self._failures += 1
             self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** min(self._failures - 1, 8))
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+        for waiter in self._take_waiters():
+            waiter.set_exception(error)
 
     def admit(self) -> None:
         """It is loaded: requests that wait for it are its users from here on."""
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                self.users += 1
-                waiter.set_result(None)
+        for waiter in self._take_waiters():
+            self.users += 1
+            waiter.set_result(None)
         self.touch()
+
+    def _take_waiters(self) -> list[asyncio.Future[None]]:
+        waiters, self.waiters = self.waiters, []
+        return [waiter for waiter in waiters if not waiter.done()]
 
     async def unload(self) -> None:
         """End its engine; what that has cached goes to disk first. Returns when its memory is free."""
-        if self.unloading is None:
-            self.unloading = asyncio.create_task(self._unload())
-        await asyncio.shield(self.unloading)
+        if self._unloading is None:
+            self.move_to(Phase.UNLOADING)
+            self._unloading = asyncio.create_task(self._unload())
+        await asyncio.shield(self._unloading)
 
     async def _unload(self) -> None:
         engine = self.engine
@@ -294,23 +340,25 @@ class ServedModel:
         finally:
             self.engines.remove(engine)
             self.metrics.crashed()
-            self.unloading = None
+            self._unloading = None
+            self.move_to(Phase.UNLOADED)
 
     async def reload(self, file: str) -> EngineClient:
         """Load an engine beside the one that serves, then change over. Raises CllmError: all is as before."""
         if self._loader is None:
             raise Forbidden("the model of this server cannot be changed")
-        if self._reloading or self.loading is not None:
+        if self.phase not in (Phase.SERVING, *_REST) or self.loading is not None:
             raise ReloadFailed("another model is being loaded already; try again when it serves")
-        self._reloading = True
+        before = self.phase
+        self.move_to(Phase.RELOADING)
         try:
-            serving = self.prepared.config if self.prepared is not None else None
-            prepare = self._loader.prepare
-            prepared = await asyncio.to_thread(prepare, self.config, serving=serving, file=file)
+            prepared = await self._prepare(self._loader, file=file)
             old = self.engine
             new = await self._take_over(self._loader.make(prepared))
-        finally:
-            self._reloading = False
+        except BaseException:
+            self.move_to(before)
+            raise
+        self.move_to(Phase.SERVING)
         self.prepared, self.error, self.loaded_at = prepared, None, time.time()
         if old is not None and old in self.engines:
             task = asyncio.create_task(self._retire(old))
@@ -321,15 +369,12 @@ class ServedModel:
 
     async def _take_over(self, new: EngineClient) -> EngineClient:
         """Start an engine, wait until it is ready, and serve with it; nothing is left of one that fails."""
-        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         self.engines.append(new)
         try:
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
-            new.start()
+            self._check_closing()
+            new.start(asyncio.get_running_loop())
             await asyncio.wrap_future(new.loaded)
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
+            self._check_closing()
         except BaseException as error:
             await asyncio.to_thread(new.stop)
             self.engines.remove(new)
@@ -339,6 +384,10 @@ class ServedModel:
         new.use_metrics(self.metrics)
         self.engine = new
         return new
+
+    def _check_closing(self) -> None:
+        if self.phase is Phase.CLOSING:
+            raise ShuttingDown("the server is shutting down")
 
     async def _retire(self, old: EngineClient) -> None:
         """End an engine when its last request has ended."""
@@ -353,16 +402,11 @@ class ServedModel:
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
-        self._closing = True
-        self.fail_waiters()
+        self.phase = Phase.CLOSING
+        for waiter in self._take_waiters():
+            waiter.set_exception(ShuttingDown("the server is shutting down"))
         for engine in tuple(self.engines):
             engine.drain()
-
-    def fail_waiters(self) -> None:
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_exception(ShuttingDown("the server is shutting down"))
-        self.waiters = []
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
@@ -370,6 +414,6 @@ class ServedModel:
             engine.end_all()
 
     def stop(self) -> None:
-        self._closing = True
+        self.phase = Phase.CLOSING
         for engine in tuple(self.engines):
             engine.stop()

@@ -126,10 +126,10 @@ class Tenants:
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
         self._tenants: dict[str, Tenant] = {}
-        self._forget_at = self.MAX_UNKNOWN  # so many accounts
-        self._active: dict[Tenant, None] = {}
-        self._recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
-        self._period = 0
+        self._forget_at = self.MAX_UNKNOWN  # number of accounts
+        self.active: dict[Tenant, None] = {}
+        self.recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
+        self.period = 0
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
         self.queues = 0  # that share these accounts, one for each engine so far
@@ -155,49 +155,33 @@ class Tenants:
             tenant = self._tenants[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return tenant
 
-    # Who is here -----------------------------------------------------------------------------------
+    # Active tenants --------------------------------------------------------------------------------
 
     def queued(self, tenant: Tenant) -> None:
         """One more of its requests waits."""
         tenant.waiting += 1
-        if tenant not in self._active:
-            self._active[tenant] = None
+        if tenant not in self.active:
+            self.active[tenant] = None
             self._weight += tenant.limits.weight
             self._max_weight = max(self._max_weight, tenant.limits.weight)
 
-    def entered(self, tenant: Tenant) -> None:
-        """One of its waiting requests goes to the engine."""
-        tenant.waiting -= 1
-        tenant.running += 1
-        tenant.peak(self._period)
-        self._recent[tenant] = None
-
-    def left(self, tenant: Tenant, now: float) -> None:
-        """One of its requests has left the engine."""
-        self.advance(now)  # it was there until now
-        tenant.running -= 1
-
     def advance(self, now: float) -> None:
         """Time goes on: what was kept longer than a period lapses."""
-        if (period := int(now // Tenant.HOLD_S)) == self._period:
+        if (period := int(now // Tenant.HOLD_S)) == self.period:
             return
-        self._period = period
-        self._recent = {tenant: None for tenant in self._recent if tenant.peak(period)}
-        self._active = {tenant: None for tenant in self._active if tenant.waiting or tenant in self._recent}
+        self.period = period
+        self.recent = {tenant: None for tenant in self.recent if tenant.peak(period)}
+        self.active = {tenant: None for tenant in self.active if tenant.waiting or tenant in self.recent}
         self._weigh()
 
     def _weigh(self) -> None:
-        weights = [tenant.limits.weight for tenant in self._active]
+        weights = [tenant.limits.weight for tenant in self.active]
         self._weight, self._max_weight = sum(weights), max(weights, default=0.0)
 
     @property
-    def active_count(self) -> int:
-        return len(self._active)
-
-    @property
     def period_end(self) -> float:
-        """When something may lapse next."""
-        return (self._period + 1) * Tenant.HOLD_S
+        """Next time at which something may lapse."""
+        return (self.period + 1) * Tenant.HOLD_S
 
     def kept_places(self, places: int) -> dict[Tenant, int]:
         """Of the engine's places, those kept for the next requests of tenants that used them lately.
@@ -206,12 +190,12 @@ class Tenants:
         """
         if places * self._max_weight < self._weight:
             return {}  # the usual case with many tenants: not one has a share of a whole place
-        return {tenant: kept for tenant, kept in self._count_kept(places) if kept > 0}
-
-    def _count_kept(self, places: int) -> Iterator[tuple[Tenant, int]]:
-        for tenant in self._recent:
+        kept = {}
+        for tenant in self.recent:
             share = int(places * tenant.limits.weight / self._weight)
-            yield tenant, min(share, tenant.peak(self._period)) - tenant.running
+            if (count := min(share, tenant.peak(self.period)) - tenant.running) > 0:
+                kept[tenant] = count
+        return kept
 
     # Shares ----------------------------------------------------------------------------------------
 
@@ -225,15 +209,15 @@ class Tenants:
         With several queues no further than to the least of those that wait: a tenant that is alone in one of
         them must not take from another, which waits elsewhere, what that has not had.
         """
-        tag = tenant.virtual = self.start_tag(tenant)
+        tag = tenant.virtual = max(self.virtual_time, tenant.virtual)
         if self.queues > 1:
-            waiting = (other.virtual for other in self._active if other.waiting)
+            waiting = (other.virtual for other in self.active if other.waiting)
             tag = max(self.virtual_time, min([tag, *waiting]))
         self.virtual_time = tag
 
     def settle(self) -> None:
         """A queue is empty. Where all are: what a tenant had while it was alone is no debt."""
-        if any(tenant.waiting or tenant.running for tenant in self._active):
+        if any(tenant.waiting or tenant.running for tenant in self.active):
             return
         self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
 
@@ -241,7 +225,7 @@ class Tenants:
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
-            if tenant in self._active or name in self._limits or tenant.virtual > self.virtual_time
+            if tenant in self.active or name in self._limits or tenant.virtual > self.virtual_time
         }
         # Not to look through all of them for each new name while most are busy.
         self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self._tenants))

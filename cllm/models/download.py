@@ -5,44 +5,137 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
 
 import httpx
 
 from cllm.errors import HubError
 from cllm.models.files import HubFile, format_size
 from cllm.models.hub import MAX_RETRY_AFTER_S, Hub, TemporaryError, describe_transport
-from cllm.models.journal import BLOCK, Journal
-from cllm.models.store import Place
+from cllm.models.store import DownloadPaths
 
 log = logging.getLogger(__name__)
+BLOCK = 64 << 10  # bytes that the journal counts as one
+MISSING, WRITTEN, SYNCED = 0, 1, 2  # the states of a block
+_HEADER = 512  # bytes of the journal before the states
 RANGE_BLOCKS = 256  # of one request: 16 MiB, less near the end so that all connections end together
 SYNC_S = 2.0
 POLL_S = 0.01
+TIMEOUT_S = 30.0  # without a byte
+ATTEMPTS = 8  # in a row that bring nothing
+BACKOFF_S = 0.5  # after the first of them; twice as long after each other
+MAX_BACKOFF_S = 30.0
 STOP_S = 2.0  # for connections to notice that they are not needed any more
 
 
-class Patience(NamedTuple):
-    """How long a hub is waited for."""
+def boot_id() -> str:
+    """Identify the time since the system was started; a random value where that is unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.urandom(8).hex()
 
-    timeout_s: float = 30.0  # without a byte
-    attempts: int = 8  # in a row that bring nothing
-    backoff_s: float = 0.5  # after the first of them; twice as long after each other
-    max_backoff_s: float = 30.0
+
+class Journal:
+    """States of a part file's blocks, in memory and beside it; they survive a killed process and a crash.
+
+    A byte for each block: missing, written (the system has it: valid until this boot ends), or synced (on
+    disk). A part file of another content is removed.
+    """
+
+    def __init__(self, path: Path, part: Path, etag: str, size: int) -> None:
+        self._path, self._part = path, part
+        self.size = size
+        self.count = -(-size // BLOCK)
+        header = {"etag": etag, "size": size, "block": BLOCK, "boot": boot_id()}
+        self._states = self._read(header) or bytearray(self.count)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not any(self._states):
+            part.unlink(missing_ok=True)
+        with part.open("ab") as file:
+            file.truncate(size)  # its blocks take no space until they are written
+        fresh = path.with_name(path.name + ".fresh")
+        with fresh.open("wb") as file:  # written in full now: later writes need no new space
+            file.write(json.dumps(header).encode().ljust(_HEADER) + self._states)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        self._lock = threading.Lock()
+        self._file: io.FileIO | None = io.FileIO(path, "r+")
+
+    def _read(self, header: dict[str, object]) -> bytearray | None:
+        with suppress(OSError, ValueError):
+            data = self._path.read_bytes()
+            before = json.loads(data[:_HEADER])
+            states = bytearray(data[_HEADER:])
+            if before | {"boot": ""} == header | {"boot": ""} and len(states) == self.count:
+                if self._part.stat().st_size != self.size:
+                    return None
+                if before["boot"] != header["boot"]:  # what was not synced may be lost
+                    states = bytearray(state if state == SYNCED else MISSING for state in states)
+                return states
+        return None
+
+    def is_written(self, block: int) -> bool:
+        return self._states[block] != MISSING
+
+    def span(self, block: int) -> tuple[int, int]:
+        """First and last byte, plus one, of a block."""
+        return block * BLOCK, min(self.size, (block + 1) * BLOCK)
+
+    def mark(self, block: int, state: int = WRITTEN) -> None:
+        """Record that the block's bytes were written to the part file. Ignored once the journal is closed."""
+        with self._lock:
+            if self._file is not None:
+                self._states[block] = state
+                self._file.seek(_HEADER + block)
+                self._file.write(bytes([state]))
+
+    @property
+    def missing_bytes(self) -> int:
+        missing = self._states.count(MISSING) * BLOCK
+        if self.count and self._states[-1] == MISSING:
+            missing -= self.count * BLOCK - self.size
+        return missing
+
+    def sync(self) -> None:
+        """Bring written blocks to disk, then their marks: in this order a mark never precedes its data."""
+        if self._file is None:
+            return
+        written = [found.start() for found in re.finditer(b"\1", self._states)]
+        if written:
+            with self._part.open("rb") as file:
+                os.fsync(file.fileno())
+            for block in written:
+                self.mark(block, SYNCED)
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file. Later marks, of a thread that is late, are ignored."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def remove(self) -> None:
+        """Forget the download: the journal first, so that no part file is ever trusted without it."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+        self._part.unlink(missing_ok=True)
 
 
 class RateLimit:
-    """So many bytes a second at most, shared by all connections."""
+    """A limit of bytes a second, shared by all connections."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
@@ -72,7 +165,7 @@ class _Range:
 
 
 class Download:
-    """One file on its way. Use it as a context manager, under the lock of its place.
+    """One file on its way. Use it as a context manager, under the lock of its paths.
 
     `fetch` may be called for the beginning first. It leaves what it has when it raises: HubError, or OSError
     of the disk. Nothing has the file's own name before `finish` has verified it.
@@ -83,31 +176,27 @@ class Download:
         hub: Hub,
         url: str,
         file: HubFile,
-        place: Place,
+        paths: DownloadPaths,
         *,
         connections: int = 4,
         limit: RateLimit | None = None,
-        patience: Patience | None = None,
     ) -> None:
-        self._hub, self._url, self._file, self._place = hub, url, file, place
+        self._hub, self._url, self._file, self._paths = hub, url, file, paths
         self._connections = connections
         self._limit = limit or RateLimit(0)
-        self._patience = patience or Patience()
         self._direct: str | None = None  # where the hub redirects to: ranges after the first go there
         self._claimed = bytearray()  # a byte for each block: whether a connection has it
         self._cursor = 0  # no block before it is free
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.received = 0  # bytes over the network, also those that were not needed
+        self._digest = ""
 
     def __enter__(self) -> Download:
-        place, file = self._place, self._file
-        self.journal = Journal(place.journal, place.part, file.etag, file.size)
+        paths, file = self._paths, self._file
+        self.journal = Journal(paths.journal, paths.part, file.etag, file.size)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: object, trace: object) -> None:
         self._stop.set()
         if not isinstance(error, OSError):
             self.journal.sync()
@@ -118,25 +207,23 @@ class Download:
         """Bytes of the file that are here."""
         return self._file.size - self.journal.missing_bytes
 
-    def fetch(self, end: int | None = None, report: Callable[[int], None] = lambda done: None) -> str:
-        """Fetch what is missing before byte `end`, or everything. Returns the hash of the whole file then."""
+    def fetch(self, end: int | None = None, report: Callable[[int], None] = lambda done: None) -> None:
+        """Fetch what is missing before byte `end`, or everything, and hash it then."""
         stop_block = self.journal.count if end is None else min(self.journal.count, -(-end // BLOCK))
-        hasher = _Hasher(self._place.part, self._file, self.journal, self._stop)
-        hashing = [hasher.run] if end is None else []
+        hashing = [self._hash] if end is None else []
         try:
             self._run([partial(self._work, stop_block)] * self._connections + hashing, report)
         except NoRanges:
             if end is None:
-                self._fetch_whole(report)
-                self._run(hashing, report)
+                log.warning("%s: the server sends no ranges: an interruption begins again", self._file.path)
+                self._run([self._fetch_whole, *hashing], report)
         report(self.done)
-        return hasher.digest
 
     def read(self, size: int) -> bytes | None:
-        """The first bytes of the file; None where they are not here."""
+        """Read the first bytes of the file; None where they are not here."""
         if not all(self.journal.is_written(block) for block in range(-(-size // BLOCK))):
             return None
-        with self._place.part.open("rb") as part:
+        with self._paths.part.open("rb") as part:
             return part.read(size)
 
     def _run(self, tasks: Sequence[Callable[[], None]], report: Callable[[int], None]) -> None:
@@ -166,7 +253,7 @@ class Download:
     # One connection ------------------------------------------------------------------------------------
 
     def _work(self, stop_block: int) -> None:
-        with io.FileIO(self._place.part, "r+") as part:
+        with io.FileIO(self._paths.part, "r+") as part:
             while (taken := self._take(stop_block)) is not None:
                 self._fetch_range(taken, part)
 
@@ -190,25 +277,32 @@ class Download:
             claimed[first : last + 1] = b"\1" * (last + 1 - first)
             return _Range(journal.span(first)[0], journal.span(last)[1])
 
-    def _fetch_range(self, taken: _Range, part: io.FileIO) -> None:
-        """Fetch one range, again after failures; as long as bytes come, it does not give up."""
+    def _fetch_whole(self) -> None:
+        """Fetch the file on one connection, where the server knows no ranges."""
+        with io.FileIO(self._paths.part, "r+") as part:
+            self._fetch_range(_Range(0, self._file.size), part, whole=True)
+
+    def _fetch_range(self, taken: _Range, part: io.FileIO, *, whole: bool = False) -> None:
+        """Fetch one range, again after failures; as long as bytes come, it does not give up.
+
+        The `whole` file begins again each time.
+        """
         failures = 0
         while taken.position < taken.end and not self._stop.is_set():
-            before = taken.position
+            before = taken.position = 0 if whole else taken.position
             try:
-                self._stream(taken, part)
+                self._stream(taken, part, whole=whole)
                 reason, wait_s = "the answer ended too early", 0.0
             except TemporaryError as error:
                 reason, wait_s = str(error), error.retry_after_s
             except httpx.HTTPError as error:
                 reason, wait_s = describe_transport(error, self._hub), 0.0
-            failures = 1 if taken.position > before else failures + 1
+            failures = 1 if taken.position > before and not whole else failures + 1
             if taken.position < taken.end and not self._stop.is_set():
                 self._back_off(failures, reason, wait_s)
 
     def _back_off(self, failures: int, reason: str, wait_s: float) -> None:
-        patience = self._patience
-        if failures >= patience.attempts or wait_s > MAX_RETRY_AFTER_S:
+        if failures >= ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
             long = wait_s > MAX_RETRY_AFTER_S
             tried = f"it asks to wait {wait_s:.0f} s" if long else f"{failures} attempts brought nothing"
             raise HubError(
@@ -217,22 +311,21 @@ class Download:
             )
         with self._lock:
             self._direct = None
-        seconds = min(patience.max_backoff_s, patience.backoff_s * 2.0 ** (failures - 1))
+        seconds = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (failures - 1))
         seconds = max(wait_s, seconds * random.uniform(0.5, 1.0))
         level = logging.WARNING if wait_s > 1 else logging.INFO
         log.log(level, "%s: %s; again in %.1f s", self._file.path, reason, seconds)
         self._stop.wait(seconds)
 
-    def _stream(self, taken: _Range, part: io.FileIO) -> None:
+    def _stream(self, taken: _Range, part: io.FileIO, *, whole: bool) -> None:
         with self._lock:
             direct = self._direct
-        headers = {"Range": f"bytes={taken.position}-{taken.end - 1}"}
-        with self._hub.stream(direct or self._url, headers, self._patience.timeout_s) as response:
+        headers = {} if whole else {"Range": f"bytes={taken.position}-{taken.end - 1}"}
+        with self._hub.stream(direct or self._url, headers, TIMEOUT_S) as response:
             elsewhere = direct is not None or not self._hub.is_own(response.url)
             if elsewhere and response.status_code in (400, 401, 403, 404, 410):
                 raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")
-            whole = taken.position == 0 and taken.end == self._file.size
-            if response.status_code == 200 and not whole:
+            if response.status_code == 200 and (taken.position or taken.end < self._file.size):
                 raise NoRanges
             self._hub.check(response, self._file.path)
             self._check_range(response, taken)
@@ -242,8 +335,6 @@ class Download:
             for data in response.iter_raw():
                 if self._stop.is_set():
                     return
-                with self._lock:
-                    self.received += len(data)
                 self._write(part, taken, data)
                 self._limit.wait(len(data))
 
@@ -272,46 +363,33 @@ class Download:
         for block in range(first, last):
             self.journal.mark(block)
 
-    def _fetch_whole(self, report: Callable[[int], None]) -> None:
-        """Where the server knows no ranges: one connection, from the beginning, again after failures."""
-        log.warning("%s: the server sends no ranges: an interruption begins again", self._file.path)
-        failures, taken = 0, _Range(0, self._file.size)
-        self._stop.clear()
-        with io.FileIO(self._place.part, "r+") as part:
-            while taken.position < taken.end:
-                taken.position = 0
-                try:
-                    with self._hub.stream(self._url, {}, self._patience.timeout_s) as response:
-                        self._hub.check(response, self._file.path)
-                        for data in response.iter_raw():
-                            self.received += len(data)
-                            self._write(part, taken, data)
-                            self._limit.wait(len(data))
-                            report(self.done)
-                    reason, wait_s = "the answer ended too early", 0.0
-                except TemporaryError as error:
-                    reason, wait_s = str(error), error.retry_after_s
-                except httpx.HTTPError as error:
-                    reason, wait_s = describe_transport(error, self._hub), 0.0
-                if taken.position < taken.end:
-                    failures += 1
-                    self._back_off(failures, reason, wait_s)
-
     # The end -------------------------------------------------------------------------------------------
 
-    def finish(self, digest: str) -> None:
+    def _hash(self) -> None:
+        """Hash the part file from its beginning, close behind the blocks that arrive."""
+        hasher = _make_hasher(self._file)
+        with io.FileIO(self._paths.part, "r") as part:
+            for block in range(self.journal.count):
+                while not self.journal.is_written(block):
+                    if self._stop.wait(POLL_S):
+                        return
+                start, end = self.journal.span(block)
+                hasher.update(part.read(end - start))
+        self._digest = hasher.hexdigest()
+
+    def finish(self) -> None:
         """Give the file its name if its hash is the one listed. Raises HubError, and removes it, if not."""
-        place, file = self._place, self._file
-        if digest != file.etag:
+        paths, file = self._paths, self._file
+        if self._digest != file.etag:
             self.journal.remove()
             raise HubError(
-                f"{file.path} is damaged: its hash is {digest[:12]}…, the hub lists {file.etag[:12]}…; it "
-                "was removed. The same command fetches it again; from a mirror, try another one"
+                f"{file.path} is damaged: its hash is {self._digest[:12]}…, the hub lists {file.etag[:12]}…; "
+                "it was removed. The same command fetches it again; from a mirror, try another one"
             )
         self.journal.sync()
-        place.part.replace(place.final)
-        _sync_folder(place.final.parent)
-        place.journal.unlink(missing_ok=True)
+        paths.part.replace(paths.final)
+        _sync_folder(paths.final.parent)
+        paths.journal.unlink(missing_ok=True)
 
 
 def _guard(task: Callable[[], None], errors: list[BaseException]) -> None:
@@ -321,39 +399,17 @@ def _guard(task: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-class _Hasher:
-    """Hashes the part file from its beginning, close behind the blocks that arrive."""
-
-    def __init__(self, path: Path, file: HubFile, journal: Journal, stop: threading.Event) -> None:
-        self._path, self._file, self._journal, self._stop = path, file, journal, stop
-        self.digest = ""
-
-    def run(self) -> None:
-        hasher = make_hasher(self._file)
-        with io.FileIO(self._path, "r") as part:
-            for block in range(self._journal.count):
-                while not self._journal.is_written(block):
-                    if self._stop.wait(POLL_S):
-                        return
-                start, end = self._journal.span(block)
-                hasher.update(part.read(end - start))
-        self.digest = hasher.hexdigest()
-
-
-def make_hasher(file: HubFile) -> hashlib._Hash:
-    """The hash that the listing has of a file: SHA-256, or git's for one that is in git itself."""
+def _make_hasher(file: HubFile) -> hashlib._Hash:
+    """Make the hash that the listing has of a file: SHA-256, or git's for one that is in git itself."""
     if file.sha256:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
 
 
 def has_hash(path: Path, file: HubFile) -> bool:
-    """Whether a file has the listed content."""
-    hasher = make_hasher(file)
+    """Check that a file has the listed content."""
     with path.open("rb") as opened:
-        while data := opened.read(BLOCK * 4):
-            hasher.update(data)
-    return hasher.hexdigest() == file.etag
+        return hashlib.file_digest(opened, partial(_make_hasher, file)).hexdigest() == file.etag
 
 
 def _sync_folder(folder: Path) -> None:
@@ -367,7 +423,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def describe_disk(error: OSError, folder: Path, needed: int) -> str:
-    """One line about a disk that cannot be written."""
+    """Describe a disk that cannot be written, in one line."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk of {folder} is full: {format_size(needed)} are missing. Free some and run the same "

@@ -1,14 +1,13 @@
-"""Fit of a model: whether it runs in the memory of this machine, and which of its quantisations would."""
+"""Fit of a model in the memory of this machine, and the quantisations of it that would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from typing import NamedTuple
 
-from cllm.backend.llama.devices import list_devices
+from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.placement import list_devices
 from cllm.config import EngineConfig
 from cllm.models.files import ModelFiles, format_size
 
@@ -16,27 +15,29 @@ SLOTS = (1, 2, 4, 8)
 SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
 
 
-def _fit(header: GgufHeader, parallel: int = 0, ctx_size: int = 0) -> MemoryFit:
-    return MemoryFit(header, EngineConfig(parallel=parallel, ctx_size=ctx_size), list_devices())
-
-
-class ContextFit(NamedTuple):
-    """Requests at a time, and the tokens that each can have."""
-
-    parallel: int
-    tokens: int
+def _fit(
+    header: GgufHeader,
+    parallel: int = 0,
+    ctx_size: int = 0,
+    *,
+    dry: DryLoad | None = None,
+    scale: float = 1.0,
+) -> MemoryFit:
+    config = EngineConfig(parallel=parallel, ctx_size=ctx_size)
+    return MemoryFit(header, config, list_devices(), dry=dry, scale=scale)
 
 
 class ModelFit:
-    """What fits of a model here, by its header."""
+    """Fit of a model in the memory here, by its header."""
 
     def __init__(self, header: GgufHeader) -> None:
+        """Raises LibraryError without a native library, ModelFileError for a model that it cannot load."""
         self._header = header
         self._chosen = _fit(header)
         self.fits = self._chosen.fits
 
     def describe(self) -> str:
-        """One line: what would be served, or the sum that is too large."""
+        """Describe in one line what would be served, or the sum that is too large."""
         fit = self._chosen
         return f"fits: {fit.describe_context()}" if fit.fits else f"does not fit: {fit.describe()}"
 
@@ -44,29 +45,25 @@ class ModelFit:
     def memory(self) -> str:
         return self._chosen.describe()
 
-    def contexts(self) -> list[ContextFit]:
-        """The context of each request by their number, as far as memory goes."""
-        found = []
-        for parallel in SLOTS:
-            fit = _fit(self._header, parallel=parallel)
-            if fit.fits:
-                found.append(ContextFit(parallel, min(fit.share, self._header.context_train)))
-        return found
+    def contexts(self) -> list[tuple[int, int]]:
+        """List numbers of requests at a time with the tokens that each can have, as far as memory goes."""
+        with DryLoad() as dry:
+            fits = [_fit(self._header, parallel, dry=dry) for parallel in SLOTS]
+        tokens = self._header.context_train
+        return [(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
-        """Those of the same model's quantisations that would fit with a small context, the largest first."""
+        """Find the quantisations of the model that would fit with a small context, the largest first."""
         found = [model for model in models if self._would_fit(model.size)]
         return sorted(found, key=lambda model: -model.size)
 
     def _would_fit(self, size: int) -> bool:
-        """Whether the model would fit if its weights had this size."""
-        header, ratio = copy(self._header), size / self._header.file_bytes
-        header.tensors = [tensor._replace(size=int((tensor.size or 0) * ratio)) for tensor in header.tensors]
-        header.data_bytes = int(header.data_bytes * ratio)
-        return _fit(header, parallel=1, ctx_size=SMALL_CONTEXT).fits
+        """Check that the model would fit if its weights had this size."""
+        scale = size / self._header.file_bytes
+        return _fit(self._header, parallel=1, ctx_size=SMALL_CONTEXT, scale=scale).fits
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
-        """Which quantisation to take instead."""
+        """Suggest a quantisation to take instead."""
         fitting = self.fitting(models)
         if not fitting:
             return "none of its quantisations would fit here; search for a model of fewer parameters"

@@ -19,8 +19,7 @@ import httpx
 
 from cllm import __version__
 from cllm.errors import HubError
-from cllm.models.files import HubFile
-from cllm.models.reference import HubReference
+from cllm.models.files import HubFile, HubReference
 from cllm.models.store import hf_home
 from cllm.names import is_file_path, is_repo
 
@@ -60,7 +59,7 @@ class SearchHit(NamedTuple):
 
 
 class Hub:
-    """What the two hubs share: requests, and errors that say what to do. `repo` may be empty for a search."""
+    """Base of the two hubs: requests, and errors that say what to do. `repo` may be empty for a search."""
 
     kind = ""
     title = ""
@@ -84,7 +83,7 @@ class Hub:
         self._client.close()
 
     def list_files(self, revision: str) -> Listing:
-        """The files with sizes and hashes. Raises HubError."""
+        """List the files with sizes and hashes. Raises HubError."""
         raise NotImplementedError
 
     def file_url(self, commit: str, path: str) -> str:
@@ -95,11 +94,11 @@ class Hub:
         raise NotImplementedError
 
     def search(self, words: str, count: int) -> list[SearchHit]:
-        """Repositories with GGUF files, the most downloaded first. Raises HubError."""
+        """Search for repositories with GGUF files, the most downloaded first. Raises HubError."""
         raise NotImplementedError
 
     def is_own(self, url: httpx.URL) -> bool:
-        """Whether an address is the hub's, not one that it redirects to."""
+        """Check that an address is the hub's, not one that it redirects to."""
         return url.host == urlsplit(self.endpoint).hostname
 
     @contextmanager
@@ -117,7 +116,7 @@ class Hub:
             raise HubError(f"{url}: {error}; is the hub's address right?") from None
 
     def get_json(self, url: str) -> tuple[Any, str]:
-        """A JSON answer and the address of the next page, if any. Tried again while that can help."""
+        """Get a JSON answer and the address of the next page, if any. Tries again while that can help."""
         for attempt in range(1, LIST_ATTEMPTS + 1):
             try:
                 with self.stream(url, {}, LIST_TIMEOUT_S) as response:
@@ -137,7 +136,7 @@ class Hub:
         raise AssertionError
 
     def check(self, response: httpx.Response, what: str) -> None:
-        """Raises HubError with what to do, or TemporaryError, unless the answer is a success."""
+        """Check that an answer is a success. Raises HubError with what to do, or TemporaryError."""
         status = response.status_code
         if status < 300:
             return
@@ -150,9 +149,8 @@ class Hub:
             raise TemporaryError(f"{host} {hint or f'answers {status}'}", _retry_after(response))
         gated = code == "GatedRepo" or (status == 403 and code != "RepoNotFound")
         if gated or (status == 401 and self._token and code != "RepoNotFound"):
-            had = (
-                f"the token of {self.token_variable} may not read it" if self._token else "no token was sent"
-            )
+            wrong = f"the token of {self.token_variable} may not read it"
+            had = wrong if self._token else "no token was sent"
             raise HubError(
                 f"{name} needs permission ({had}): accept its conditions at {self.page_url()}, make a token "
                 f"on your page of settings there, and set {self.token_variable}"
@@ -186,8 +184,8 @@ class HuggingFace(Hub):
     def list_files(self, revision: str) -> Listing:
         base = f"{self.endpoint}/api/models/{self.repo}"
         answer, _ = self.get_json(f"{base}/revision/{quote(revision or 'main', safe='')}")
-        commit = answer.get("sha", "") if isinstance(answer, dict) else ""
-        if not _SHA1.fullmatch(str(commit)):
+        commit = str(_as_mapping(answer).get("sha", ""))
+        if not _SHA1.fullmatch(commit):
             raise HubError(f"{_host(base)} does not answer as {self.title} does (no commit)")
         url, files = f"{base}/tree/{commit}?recursive=true", []
         for _ in range(MAX_PAGES):
@@ -199,13 +197,9 @@ class HuggingFace(Hub):
         return Listing(commit, tuple(files))
 
     def _parse(self, entry: Mapping[str, Any]) -> HubFile:
-        lfs = _as_mapping(entry.get("lfs"))
-        return _make_file(
-            self._check_path(str(entry.get("path", ""))),
-            lfs.get("size", entry.get("size", 0)),
-            str(lfs.get("oid", "")),
-            str(entry.get("oid", "")),
-        )
+        lfs, path = _as_mapping(entry.get("lfs")), self._check_path(str(entry.get("path", "")))
+        size = lfs.get("size", entry.get("size", 0))
+        return _make_file(path, size, str(lfs.get("oid", "")), str(entry.get("oid", "")))
 
     def file_url(self, commit: str, path: str) -> str:
         return f"{self.endpoint}/{self.repo}/resolve/{commit}/{quote(path)}"
@@ -229,20 +223,16 @@ class ModelScope(Hub):
         revision = revision or "master"
         query = urlencode({"Revision": revision, "Recursive": "true"})
         answer, _ = self.get_json(f"{self.endpoint}/api/v1/models/{self.repo}/repo/files?{query}")
-        data = answer.get("Data") if isinstance(answer, dict) else None
+        data = _as_mapping(answer).get("Data")
         if not isinstance(data, dict):
-            reason = answer.get("Message") if isinstance(answer, dict) else ""
-            raise HubError(f"ms:{self.repo} cannot be listed: {reason or 'no files in the answer'}")
-        files = [
-            _make_file(
-                self._check_path(str(entry.get("Path", ""))),
-                entry.get("Size", 0),
-                str(entry.get("Sha256") or ""),
-            )
-            for entry in _entries(data.get("Files"))
-            if entry.get("Type") != "tree"
-        ]
-        return Listing(revision, tuple(files))
+            reason = _as_mapping(answer).get("Message") or "no files in the answer"
+            raise HubError(f"ms:{self.repo} cannot be listed: {reason}")
+        entries = [entry for entry in _entries(data.get("Files")) if entry.get("Type") != "tree"]
+        return Listing(revision, tuple(map(self._parse, entries)))
+
+    def _parse(self, entry: Mapping[str, Any]) -> HubFile:
+        path = self._check_path(str(entry.get("Path", "")))
+        return _make_file(path, entry.get("Size", 0), str(entry.get("Sha256") or ""))
 
     def file_url(self, commit: str, path: str) -> str:
         query = urlencode({"Revision": commit, "FilePath": path})
@@ -260,12 +250,12 @@ class ModelScope(Hub):
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
+    """Read the certificates once: it takes longer than a request."""
     return httpx.create_ssl_context()
 
 
 def make_hub(reference: HubReference) -> Hub:
-    """The hub of a reference. A token is not sent to an address that came with a pasted URL."""
+    """Make the hub of a reference. A token is not sent to an address that came with a pasted URL."""
     if reference.hub == "ms":
         endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or ModelScope.default_endpoint
         return ModelScope(reference.repo, endpoint, os.environ.get("MODELSCOPE_API_TOKEN", ""))
@@ -274,7 +264,7 @@ def make_hub(reference: HubReference) -> Hub:
 
 
 def _hf_token() -> str:
-    """From HF_TOKEN, or from the file that `hf auth login` writes."""
+    """Read the token from HF_TOKEN, or from the file that `hf auth login` writes."""
     for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := os.environ.get(variable, "").strip():
             return token
@@ -294,20 +284,18 @@ def _make_file(path: str, size: object, sha256: str, git_oid: str = "") -> HubFi
     )
 
 
-def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
-    numbers = (entry.get("downloads"), entry.get("likes"))
-    downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
-    return SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes)
-
-
 def _make_hits(answer: object) -> list[SearchHit]:
-    """Those of an answer whose names are valid."""
-    hits = map(_make_hit, _entries(answer))
+    """Take the hits of an answer whose names are valid."""
+    hits = []
+    for entry in _entries(answer):
+        numbers = (entry.get("downloads"), entry.get("likes"))
+        downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
+        hits.append(SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes))
     return [hit for hit in hits if is_repo(hit.repo)]
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:
-    """What a hub says is an object; an empty one where it is not."""
+    """Return the object that a hub sent; an empty one where it is none."""
     return value if isinstance(value, dict) else {}
 
 
@@ -325,7 +313,7 @@ def _host(url: str) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the hub asks to wait; a date, which is rare, counts as a few."""
+    """Read the seconds that the hub asks to wait; a date, which is rare, counts as a few."""
     text = response.headers.get("Retry-After", "")
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else (5.0 if text else 0.0)
 
@@ -337,14 +325,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting(error: httpx.HTTPError) -> bool:
-    """Whether another attempt at once would fail the same way."""
+    """Check that another attempt at once would fail the same way."""
     return any(
         isinstance(cause, socket.gaierror | ssl.SSLError | ConnectionRefusedError) for cause in _causes(error)
     )
 
 
 def describe_transport(error: httpx.HTTPError, hub: Hub) -> str:
-    """One line about a connection that failed, with what to do."""
+    """Describe a connection that failed in one line, with what to do."""
     host = _host(hub.endpoint)
     with suppress(RuntimeError):  # the error has no request
         host = error.request.url.host

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
 from cllm.errors import HubError, ModelFileError, SetupError
-from cllm.models.download import Download, Patience, RateLimit, describe_disk, has_hash
-from cllm.models.files import HubFile, ModelFiles, choose_files, format_size, group_files
+from cllm.models.download import Download, RateLimit, describe_disk, has_hash
+from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, format_size, group_files
 from cllm.models.hub import Hub, make_hub
-from cllm.models.progress import PullProgress
-from cllm.models.reference import HubReference
-from cllm.models.store import Place, find_stored, make_destination
+from cllm.models.store import PART, DownloadPaths, find_stored, is_switched_on, make_destination
 from cllm.names import path_below
 
 log = logging.getLogger(__name__)
@@ -29,16 +31,16 @@ FIRST_HEAD = 1 << 20  # bytes of a file that are read for its header, four times
 MAX_HEAD = 256 << 20
 DISK_RESERVE = 64 << 20  # bytes that a download leaves free
 LOCK_POLL_S = 0.2
+LINE_S = 15.0  # between lines of progress where there is no terminal
 Check = Callable[[Path], object]
 
 
 class PullOptions(NamedTuple):
-    """How to pull."""
+    """Options of a pull."""
 
     folder: Path | None = None  # instead of the hub's cache
     limit: float = 0.0  # bytes a second; 0: none
     connections: int = 4
-    patience: Patience = Patience()
 
 
 class HubModel(NamedTuple):
@@ -70,11 +72,11 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
 
 
 def is_offline(asked: bool) -> bool:
-    return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return asked or is_switched_on("HF_HUB_OFFLINE")
 
 
 def ensure(reference: HubReference, *, offline: bool = False, check: Check | None = None) -> Path:
-    """The model file of a hub reference, pulled if it is not here. Raises SetupError."""
+    """Find the model file of a hub reference, and pull it if it is not here. Raises SetupError."""
     if stored := find_stored(reference):
         return stored.path
     if is_offline(offline):
@@ -83,6 +85,46 @@ def ensure(reference: HubReference, *, offline: bool = False, check: Check | Non
         model = find_model(hub, reference)
         log.info("pulling %s, %s, from %s", model.chosen.stem, format_size(model.chosen.size), hub.endpoint)
         return Pull(hub, reference, model, PullOptions()).run(check)
+
+
+class PullProgress:
+    """Progress of a pull: a bar with speed and time left on a terminal, else a line now and then."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total = name, total
+        self._bar = Progress(
+            *("{task.description}", BarColumn(bar_width=None), DownloadColumn()),
+            *(TransferSpeedColumn(), TimeRemainingColumn()),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task(name, total=total)
+        self._began = self._shown = time.monotonic()
+        self._first: int | None = None
+
+    def __enter__(self) -> PullProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, before: int, here: int) -> None:
+        """Show the bytes that are here, of the files before and of the present one."""
+        done, now = before + here, time.monotonic()
+        if self._first is None:
+            self._first = done
+            self._bar.reset(self._task, completed=done)
+        self._bar.update(self._task, completed=done)
+        if self._bar.disable and now - self._shown > LINE_S:
+            self._shown = now
+            speed = (done - self._first) / (now - self._began)
+            left = (self._total - done) / speed if speed else 0.0
+            log.warning(
+                *("%s: %s of %s, %s/s, %.0f s left", self._name, format_size(done)),
+                *(format_size(self._total), format_size(speed), left),
+            )
 
 
 class Pull:
@@ -99,12 +141,12 @@ class Pull:
 
     def run(self, check: Check | None = None) -> Path:
         """Pull what is missing; returns the first file. `check` may refuse the model by its header."""
-        places = [self._destination.place(file) for file in self._model.files]
+        targets = map(self._destination.paths, self._model.files)
         try:
             with ExitStack() as stack:
-                for place in sorted(places, key=lambda place: place.lock):
-                    place.final.parent.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(locked(place.lock))
+                for paths in sorted(targets, key=lambda paths: paths.lock):
+                    paths.final.parent.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(paths.lock))
                 return self._run(stack, check)
         except OSError as error:
             raise HubError(describe_disk(error, self.folder, self.missing_bytes())) from None
@@ -113,15 +155,16 @@ class Pull:
         downloads = {}
         for file in self._model.files:
             if not self._is_here(file):
-                self._check_disk(self.missing_bytes(), self.folder)
-                downloads[file] = stack.enter_context(self._download(file, self._destination.place(file)))
+                self._check_disk()
+                downloads[file] = stack.enter_context(self._download(file, self._destination.paths(file)))
         if downloads and check is not None:
             self._check(downloads, check)
         total = sum(file.size for file in self._model.files)
         with PullProgress(self._model.chosen.stem, total) as progress:
             done = sum(file.size for file in self._model.files if file not in downloads)
             for file, download in downloads.items():
-                download.finish(download.fetch(report=partial(progress.update, done)))
+                download.fetch(report=partial(progress.update, done))
+                download.finish()
                 done += file.size
         paths = [self._destination.publish(file) for file in self._model.files]
         self._destination.finish()
@@ -142,57 +185,51 @@ class Pull:
                         download.journal.remove()
                 raise
 
-    def _download(self, file: HubFile, place: Place) -> Download:
-        options = self._options
-        url = self._hub.file_url(self._model.commit, file.path)
-        return Download(
-            *(self._hub, url, file, place),
-            connections=options.connections,
-            limit=self._limit,
-            patience=options.patience,
-        )
+    def _download(self, file: HubFile, paths: DownloadPaths) -> Download:
+        url, connections = self._hub.file_url(self._model.commit, file.path), self._options.connections
+        return Download(self._hub, url, file, paths, connections=connections, limit=self._limit)
 
     def _is_here(self, file: HubFile) -> bool:
-        """Whether a file is complete; one in a plain folder, where names say nothing, is verified."""
-        path, place = self._destination.find(file), self._destination.place(file)
+        """Check that a file is complete; one in a plain folder, where names say nothing, is verified."""
+        path, paths = self._destination.find(file), self._destination.paths(file)
         if path is None or (
             path.name != file.etag and path.resolve().name != file.etag and not has_hash(path, file)
         ):
             return False
-        place.journal.unlink(missing_ok=True)
-        place.part.unlink(missing_ok=True)
+        paths.journal.unlink(missing_ok=True)
+        paths.part.unlink(missing_ok=True)
         return True
 
     def missing_bytes(self) -> int:
-        """Bytes that are still to be fetched, by what is on disk."""
+        """Count the bytes that are still to be fetched, by what is on disk."""
         missing = 0
         for file in self._model.files:
             if self._destination.find(file) is None:
-                part = self._destination.place(file).part
+                part = self._destination.paths(file).part
                 taken = part.stat().st_blocks * 512 if part.is_file() else 0
                 missing += max(0, file.size - taken)
         return missing
 
-    def _check_disk(self, missing: int, folder: Path) -> None:
-        free = free_bytes(folder)
+    def _check_disk(self) -> None:
+        missing, free = self.missing_bytes(), free_bytes(self.folder)
         if missing + DISK_RESERVE > free:
             raise HubError(
-                f"the disk of {folder} is too full: {format_size(missing)} are to be fetched, "
+                f"the disk of {self.folder} is too full: {format_size(missing)} are to be fetched, "
                 f"{format_size(free)} are free; --to DIR stores it elsewhere"
             )
 
     def read_heads(self, folder: Path) -> Path | None:
-        """Files in `folder` with the headers of the model, read by ranges; the first of them.
+        """Write files with the headers of the model, read by ranges, into `folder`; returns the first.
 
-        They have the sizes of the model's, so memory can be predicted from them. None where the server knows
-        no ranges.
+        They have the sizes of the model's, so memory can be predicted from them. None if the server knows no
+        ranges.
         """
         with ExitStack() as stack:
             downloads = {}
             for number, file in enumerate(self._model.files):
                 name = folder / f"part{number}"
-                place = Place(name.with_suffix(".cllm.incomplete"), name, name)
-                downloads[file] = stack.enter_context(self._download(file, place))
+                paths = DownloadPaths(name.with_suffix(PART), name, name)
+                downloads[file] = stack.enter_context(self._download(file, paths))
             return self._read_heads(downloads, folder)
 
     def _read_heads(self, downloads: dict[HubFile, Download], folder: Path) -> Path | None:
@@ -230,7 +267,7 @@ def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space of the disk that a folder is on, or would be."""
+    """Measure the free space of the disk that a folder is on, or would be."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free

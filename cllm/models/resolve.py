@@ -10,25 +10,30 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cllm.errors import ModelFileError
-from cllm.models.reference import parse_hub
+import msgspec
+
+from cllm.config import EngineConfig
+from cllm.errors import LibraryError, ModelFileError
+from cllm.models.files import parse_hub
 
 if TYPE_CHECKING:
     from cllm.models.store import StoredModel
 
 Named = TypeVar("Named")
-NEAR = 5
-SHOWN = 12
+MAX_NEAR = 5
+MAX_SHOWN = 12
 
 
-def resolve(
-    text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None, folders: str = ""
-) -> Path:
-    """The file that a reference names; the first part of a model in several. A missing hub model is pulled.
+def resolve(text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None) -> Path:
+    """Find the file that a reference names, the first part of a model in several. Raises SetupError.
 
-    `check` gets the header of a model that is about to be pulled, as a file, and may refuse it. `folders`
-    (default: CLLM_MODEL_DIR) also hold models that have names. Raises SetupError.
+    An empty one names the embedded model. A hub's model that is not here is pulled; `check` gets its header
+    before that, as a file, and may refuse it.
     """
+    if not text:
+        from cllm.models.store import embedded_model
+
+        return embedded_model()
     path = Path(text).expanduser()
     if path.is_file():
         return path
@@ -39,18 +44,39 @@ def resolve(
 
         return ensure(reference, offline=offline, check=check)
     if is_path(text):
-        return path  # reading it says what is wrong
-    return find_by_name(text, folders).path
+        raise ModelFileError(f"there is no model file at {path}")
+    return find_by_name(text).path
+
+
+def resolve_config(config: EngineConfig) -> EngineConfig:
+    """Replace the references to models by their files. Raises SetupError.
+
+    A hub's model is checked by its header, as the settings have it, before it is pulled.
+    """
+
+    def check(head: Path) -> None:
+        from cllm.backend.llama.memory import prepare
+
+        found = resolve_config(msgspec.structs.replace(config, model=str(head)))
+        try:
+            prepare(found)
+        except LibraryError:  # the GPU cannot be used: it will be left out
+            prepare(msgspec.structs.replace(found, gpu_layers=0))
+
+    model, draft = resolve(config.model, offline=config.offline, check=check), config.draft_model
+    if draft:
+        draft = str(resolve(draft, offline=config.offline))
+    return msgspec.structs.replace(config, model=str(model), draft_model=draft)
 
 
 def is_path(text: str) -> bool:
-    """Whether a text can only be meant as a path."""
+    """Check that a text can only be meant as a path."""
     nested = text.lower().endswith(".gguf") and Path(text).name != text
     return nested or text.startswith((".", "~")) or Path(text).is_absolute()
 
 
 def find_in_folder(folder: Path) -> Path:
-    """The only model of a folder. Raises ModelFileError with the list where there is none or several."""
+    """Find the only model of a folder. Raises ModelFileError with the list where there is none or several."""
     from cllm.models.store import scan_folder
 
     found = scan_folder(folder, deep=False)
@@ -58,12 +84,13 @@ def find_in_folder(folder: Path) -> Path:
         return found[0].path
     if not found:
         raise ModelFileError(f"there is no .gguf file in {folder}")
-    names = ", ".join(model.path.name for model in found[:SHOWN]) + (" …" if len(found) > SHOWN else "")
+    more = " …" if len(found) > MAX_SHOWN else ""
+    names = ", ".join(model.path.name for model in found[:MAX_SHOWN]) + more
     raise ModelFileError(f"{folder} has {len(found)} models: {names}; name one of these files")
 
 
 def find_by_name(text: str, folders: str = "") -> StoredModel:
-    """The model of the list with this name, or the only one whose name begins with it."""
+    """Find the model of the list with this name, or the only one whose name begins with it."""
     from cllm.models.store import scan
 
     models = scan(folders)
@@ -72,10 +99,10 @@ def find_by_name(text: str, folders: str = "") -> StoredModel:
     if len(found) == 1:
         return found[0]
     if found:
-        names = ", ".join(model.name for model in found[:SHOWN])
+        names = ", ".join(model.name for model in found[:MAX_SHOWN])
         raise ModelFileError(f"{text!r} names {len(found)} models: {names}; give more of the name")
     known = {name: model.name for model in models for name in list_names(model)}
-    near = dict.fromkeys(known[name] for name in get_close_matches(wanted, known, n=NEAR, cutoff=0.5))
+    near = dict.fromkeys(known[name] for name in get_close_matches(wanted, known, n=MAX_NEAR, cutoff=0.5))
     hint = f"; near it: {', '.join(near)}" if near else ""
     pull = f", `cllm pull hf:{text}` gets one" if text.count("/") == 1 else ", `cllm search` finds others"
     raise ModelFileError(
@@ -84,7 +111,7 @@ def find_by_name(text: str, folders: str = "") -> StoredModel:
 
 
 def match_name(text: str, names: Mapping[Named, Sequence[str]]) -> list[Named]:
-    """Those with this name, of the names of each in lower case; else those with one that begins with it."""
+    """Find those with this name, of the names of each in lower case; else those whose name begins with it."""
     wanted = text.lower()
     for test in (str.__eq__, str.startswith):
         if found := [each for each, own in names.items() if any(test(name, wanted) for name in own)]:
@@ -93,7 +120,7 @@ def match_name(text: str, names: Mapping[Named, Sequence[str]]) -> list[Named]:
 
 
 def list_names(model: StoredModel) -> list[str]:
-    """Every way to name a stored model, in lower case."""
+    """List every way to name a stored model, in lower case."""
     full = model.name.lower()
     short = full.partition(":")[2] if model.repo else full
     return [full, short, short.rpartition("/")[2], model.stem.lower(), model.path.name.lower()]

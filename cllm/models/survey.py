@@ -11,8 +11,7 @@ import msgspec
 
 from cllm.config import ModelConfig
 from cllm.errors import ConfigError, ModelFileError
-from cllm.models.files import ModelFiles, parse_quant
-from cllm.models.reference import parse_hub
+from cllm.models.files import ModelFiles, parse_hub, parse_quant
 from cllm.models.resolve import find_by_name, is_path, list_names, resolve
 from cllm.models.store import StoredModel, embedded_model, find_stored, scan, scan_folder
 from cllm.types import ModelInfo, Pooling
@@ -44,12 +43,15 @@ def survey(models: Sequence[ModelConfig], common: ModelConfig, *, all_models: bo
     `common` are the settings of models that have none of their own. With `all_models`, those of the list
     follow, without those that cannot be read.
     """
-    from cllm.backend.llama.devices import list_devices, wants_gpu
     from cllm.backend.llama.memory import available_memory
+    from cllm.backend.llama.placement import list_devices, wants_gpu
 
     found: dict[Path, SurveyedModel] = {}
     taken: set[str] = {model.name.lower() for model in models if model.name}
-    for config, stored in [*_find_all(models), *(_list_all(common) if all_models else ())]:
+    for config, stored in [
+        *_find_all(models),
+        *((common, stored) for stored in (scan() if all_models else ())),
+    ]:
         path = stored.path.absolute()
         if path in found:
             continue
@@ -77,13 +79,8 @@ def _find_all(models: Sequence[ModelConfig]) -> Iterator[tuple[ModelConfig, Stor
             yield model, _find(model.engine.model, offline=model.engine.offline)
 
 
-def _list_all(common: ModelConfig) -> Iterator[tuple[ModelConfig, StoredModel]]:
-    for stored in scan():
-        yield common, stored
-
-
 def _find(reference: str, *, offline: bool) -> StoredModel:
-    """The stored model that a reference names; one of a hub that is not here is pulled."""
+    """Find the stored model that a reference names; one of a hub that is not here is pulled."""
     if not reference:
         return _from_file("embedded", embedded_model())
     hub = parse_hub(reference)
@@ -128,14 +125,11 @@ def _check_names(models: Sequence[ModelConfig]) -> None:
 
 
 def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
-    """What a header says of a model, before it is loaded."""
-    from cllm.backend.llama.layers import Layers
-
+    """Read the information about a model from its header, before it is loaded."""
     metadata = header.metadata
     template = metadata.get("tokenizer.chat_template")
     tools = metadata.get("tokenizer.chat_template.tool_use")
     size = metadata.get("general.size_label")
-    pooled = f"{header.architecture}.pooling_type" in metadata
     vector = header.number("embedding_length")
     return ModelInfo(
         name=name,
@@ -151,7 +145,7 @@ def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
         layers=header.number("block_count"),
         chat_template=template if isinstance(template, str) else None,
         tool_template=tools if isinstance(tools, str) else None,
-        generates=bool(Layers(header).layers) or not pooled,
+        generates=header.generates,
         pooling=Pooling.RANK if header.ranks else Pooling.MEAN,
         vector_length=vector,
         file=header.path.name,

@@ -1,100 +1,218 @@
-"""The ASGI application: routes and middleware over an engine registry, without globals."""
+"""The ASGI application: routes, the page at `/`, and middleware over an engine registry, without globals."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import gzip
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, compile_path
 
 from cllm import __version__
 from cllm.config import ServerConfig
-from cllm.errors import ConfigError, ModelNotFound
+from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, NotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server import errors, openapi, static
-from cllm.server.hold import HoldMiddleware
+from cllm.server.dialect import JSON, HttpError, respond
+from cllm.server.dialects import DIALECTS, TABLE
+from cllm.server.dialects.responses import ResponseStore
+from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import (
+    PAGE_FILES,
     AuthMiddleware,
     BodyLimitMiddleware,
     HeadersMiddleware,
     TrustedHostMiddleware,
     split_list,
 )
-from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes import (
-    admin,
-    chat,
-    embeddings,
-    generate,
-    live,
-    llama,
-    messages,
-    ollama,
-    ollama_store,
-    openai,
-    responses,
-)
+from cllm.server.openapi import make_description
+from cllm.server.sse import LeaseMiddleware
 
+FOLDER = Path(__file__).parent / "page"
+# The page runs the scripts of its own folder and asks this server only.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".json": JSON,
+}
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
     frozenset({"max_tokens", "n_predict", "max_completion_tokens", "max_output_tokens"}),
     frozenset({"repetition_penalty", "repeat_penalty"}),
     frozenset({"penalty_last_n", "repeat_last_n"}),
     frozenset({"grammar", "json_schema", "regex", "choice", "response_format", "text"}),
 )
-LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+_HTTP = {  # code and message for errors of the framework
+    404: ("not_found", "this route does not exist: GET /docs lists the routes"),
+    405: ("method_not_allowed", "this route does not support this method: GET /docs lists the methods"),
+}
 
 
 def create_app(
-    engines: Mapping[str, EngineClient | EngineRegistry], config: ServerConfig, keys: KeyRing | None = None
-) -> FastAPI:
+    given: EngineClient | EngineRegistry, config: ServerConfig, keys: KeyRing | None = None
+) -> Starlette:
     """The ASGI application. The engines are started and stopped by the caller."""
-    (given,) = engines.values()
     registry = given if isinstance(given, EngineRegistry) else EngineRegistry.of(given)
-    app = FastAPI(
-        title="cllm",
-        version=__version__,
-        description="GGUF models for many users at once, on llama.cpp.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
-        redoc_url=None,
+    keys = keys or KeyRing(config.api_keys, config.api_key)
+    app = Starlette(
+        routes=_make_routes(closed=keys.closed),
+        middleware=_make_middleware(registry, config, keys),
+        exception_handlers={HTTPException: _on_http, CllmError: _on_error, Exception: _on_error},  # type: ignore[dict-item]
     )
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
-    app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
+    app.state.responses = ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
     app.state.add_defaults = ModelDefaults(registry, app.state.defaults)
-    app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
-    keys = keys or KeyRing(config.api_keys, config.api_key)
-    openapi.install(app, closed=keys.closed)
-    static.install(app)
-    errors.install(app)
-    # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (
-        generate,
-        openai,
-        chat,
-        responses,
-        messages,
-        embeddings,
-        llama,
-        ollama,
-        ollama_store,
-        admin,
-        live,
-    ):
-        app.router.routes.extend(module.router.routes)
-    _add_middleware(app, registry, config, keys)
+    app.state.large_bodies = asyncio.Lock()  # see `read_body`
     return app
+
+
+def _make_middleware(registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> list[Middleware]:
+    """The layers around the routes, the outermost first."""
+    host, count = config.host, registry.count_refusal
+    layers = [
+        Middleware(HeadersMiddleware, TABLE),
+        Middleware(TrustedHostMiddleware, host, config.allowed_hosts, count),
+    ]
+    if origins := split_list(config.cors_origins):
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
+        )
+        layers.append(cors)
+    auth = Middleware(AuthMiddleware, keys, host, config.open_routes, count)
+    limits = Middleware(BodyLimitMiddleware, config.max_body_mb << 20, config.max_header_kb << 10)
+    return [*layers, auth, limits, Middleware(LeaseMiddleware)]
+
+
+# Routes -----------------------------------------------------------------------------------------------
+
+
+def _make_routes(*, closed: bool) -> list[BaseRoute]:
+    @cache
+    def describe() -> bytes:
+        return msgspec.json.encode(make_description(DIALECTS, closed=closed))
+
+    async def openapi(http: Request) -> Response:
+        return Response(describe(), media_type=JSON)
+
+    own = {"/": root, "/docs": docs, PAGE_FILES + "{name:path}": page_file, "/openapi.json": openapi}
+    routes = [
+        Route(each.path, each.respond, methods=[each.method]) for one in DIALECTS for each in one.routes
+    ]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in own.items()]
+    for route in routes:
+        assert route.methods is not None
+        route.methods.discard("HEAD")  # HeadersMiddleware answers it as GET
+    return [*routes]
+
+
+async def _on_error(http: Request, error: Exception) -> Response:
+    return respond(http.scope, error)
+
+
+async def _on_http(http: Request, error: HTTPException) -> Response:
+    """Answer for the framework, which knows the methods of one route of a path alone."""
+    code, message = _HTTP.get(error.status_code, ("invalid_request", str(error.detail)))
+    response = respond(http.scope, HttpError(error.status_code, code, message))
+    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(_list_methods(http.scope["path"]))
+    return response
+
+
+def _list_methods(path: str) -> Sequence[str]:
+    """The methods of the documented routes that have a path."""
+    routes = [route for dialect in DIALECTS for route in dialect.routes if route.shown]
+    found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
+    return sorted({route.method for route in routes if route.path == found})
+
+
+# The page ---------------------------------------------------------------------------------------------
+
+
+class StaticFile:
+    """A file as it is sent: plain and compressed, with its ETag and the strict content policy."""
+
+    def __init__(self, path: Path) -> None:
+        self._plain = path.read_bytes()
+        self.compressed = gzip.compress(self._plain, 9, mtime=0)
+        self._headers = {
+            "Content-Type": _TYPES[path.suffix],
+            "ETag": f'"{hashlib.sha256(self._plain).hexdigest()[:24]}"',
+            "Cache-Control": "no-cache",  # kept, and asked for again: 304 unless it has changed
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Vary": "Accept, Accept-Encoding",
+        }
+
+    def respond(self, http: Request) -> Response:
+        known = [each.strip().removeprefix("W/") for each in http.headers.get("if-none-match", "").split(",")]
+        if self._headers["ETag"] in known:
+            return Response(status_code=304, headers=self._headers)
+        if "gzip" in http.headers.get("accept-encoding", ""):
+            return Response(self.compressed, headers={**self._headers, "Content-Encoding": "gzip"})
+        return Response(self._plain, headers=self._headers)
+
+
+@cache
+def read_files() -> dict[str, StaticFile]:
+    """Every file of the page, by its path in the folder; read and compressed once."""
+    found = sorted(path for path in FOLDER.rglob("*") if path.suffix in _TYPES)
+    return {str(path.relative_to(FOLDER)): StaticFile(path) for path in found}
+
+
+async def root(http: Request) -> Response:
+    """A browser gets the page, any other client a line: some look for Ollama this way."""
+    if "text/html" in http.headers.get("accept", ""):
+        return await docs(http)
+    return PlainTextResponse(f"cllm {__version__} is running", headers={"Vary": "Accept"})
+
+
+async def docs(http: Request) -> Response:
+    """The page, which shows its API tab at this path."""
+    return read_files()["index.html"].respond(http)
+
+
+async def page_file(http: Request) -> Response:
+    """A file of the page."""
+    if (found := read_files().get(http.path_params["name"])) is None:
+        raise NotFound("the page has no such file")
+    return found.respond(http)
+
+
+# Defaults ---------------------------------------------------------------------------------------------
 
 
 def read_defaults(setting: str) -> dict[str, Any]:
@@ -109,10 +227,9 @@ def read_defaults(setting: str) -> dict[str, Any]:
 def check_defaults(defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields for requests, checked. Raises ConfigError."""
     try:
-        SamplingBody.model_validate(dict(defaults))
-    except ValidationError as error:
-        message, _ = errors.describe_validation([dict(each) for each in error.errors()])
-        raise ConfigError(f"{where}: {message}") from None
+        GenerationBody.parse(dict(defaults))
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error.message}") from None
     if "max_tokens" in defaults:  # it has this name on /v1/responses
         return {"max_output_tokens": defaults["max_tokens"], **defaults}
     return dict(defaults)
@@ -159,36 +276,3 @@ class ModelDefaults:
                 model = self._registry.find(name if isinstance(name, str) else None)
                 defaults = self._merged.get(model.name, defaults)
         return add_defaults(defaults, body)
-
-
-def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
-    """The layers around the routes; the last one added is the outermost."""
-    count_refusal = registry.count_refusal
-    app.add_middleware(HoldMiddleware)
-    app.add_middleware(
-        BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
-    )
-    app.add_middleware(
-        AuthMiddleware,
-        keys=keys,
-        host=config.host,
-        open_routes=config.open_routes,
-        count_refusal=count_refusal,
-    )
-    if origins := split_list(config.cors_origins):
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
-            allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],
-            allow_private_network=True,
-            expose_headers=EXPOSED_HEADERS,
-        )
-    app.add_middleware(
-        TrustedHostMiddleware,
-        host=config.host,
-        allowed_hosts=config.allowed_hosts,
-        count_refusal=count_refusal,
-    )
-    app.add_middleware(HeadersMiddleware)

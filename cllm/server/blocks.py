@@ -10,12 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.chat.reply import ParsedOutput, ReplyBuilder
+from cllm.chat.reply import BlockEvent, ReplyBuilder
 from cllm.chat.session import ChatSession
-from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.protocol.base import StructResponse
-from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode_named
-from cllm.text.output_parser import OutputEvent
+from cllm.server.dialect import COMMENT, StructResponse, encode_named
+from cllm.server.sse import EventStream, collect
 from cllm.types import RequestOutput
 
 
@@ -30,43 +28,39 @@ class BlockRenderer(ABC):
 
     beat: ClassVar[bytes] = COMMENT  # what a stream sends while there is nothing to send
 
-    def __init__(self) -> None:
-        self._reply = ReplyBuilder()
+    def __init__(self, reply: ReplyBuilder) -> None:
+        self._reply = reply
 
     @abstractmethod
     def start(self) -> list[StreamEvent]:
         """The events before any output."""
 
     @abstractmethod
-    def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
-        """Add a step; returns its events in order."""
+    def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
+        """The events of a step, in order; the reply has its changes already."""
 
     @abstractmethod
     def body(self) -> msgspec.Struct:
         """The response as far as it has come."""
 
-    def whole(self, steps: Sequence[ParsedOutput]) -> Any:
-        """The response to a call that does not stream."""
-        self._reply = ReplyBuilder(steps)
-        return self.body()
-
-    async def chunks(self, session: ChatSession[AsyncOutputStream]) -> AsyncIterator[bytes]:
+    async def chunks(self, session: ChatSession) -> AsyncIterator[bytes]:
         """The encoded events, as they arrive."""
         yield encode_events(self.start())
-        async for _, events, output in session.events():
-            if rendered := self.add(events, output):
+        async for _, changes, output in session.steps():
+            if rendered := self.render(changes, output):
                 yield encode_events(rendered)
 
-    async def respond(
-        self, http: Request, session: ChatSession[AsyncOutputStream], *, stream: bool
-    ) -> Response:
+    async def respond(self, http: Request, session: ChatSession, *, stream: bool) -> Response:
         """The HTTP response, whole or streamed."""
         if stream:
             return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
         outputs = await collect(session.engine, session.streams, http)
-        if outputs is None:
-            return Response(status_code=GONE)
-        return StructResponse(self.whole(session.parse(outputs[0])))
+        session.finish(outputs)
+        return StructResponse(self.whole())
+
+    def whole(self) -> Any:
+        """The response to a call that does not stream, its reply finished."""
+        return self.body()
 
 
 def encode_events(events: Sequence[StreamEvent]) -> bytes:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
-from cllm.server.errors import error_body
-from cllm.server.sse import COMMENT
+from cllm.server.dialect import COMMENT, HttpError
+from cllm.server.dialects import TABLE
 
 log = logging.getLogger(__name__)
 
@@ -31,29 +29,14 @@ MAX_PROBE_S = 0.5
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class ConnectionLimits(msgspec.Struct, frozen=True):
-    """The limits of one connection, and of their number."""
-
-    header_s: float
-    body_s: float
-    header_bytes: int
-    body_bytes: int  # what a body may have is passed on together: each piece wakes the application
-    connections: int
-
-
-def make_limits(config: ServerConfig) -> ConnectionLimits:
-    """The configured limits, with no more connections than there are file descriptors for."""
-    return ConnectionLimits(
-        config.header_timeout_s,
-        config.body_timeout_s,
-        config.max_header_kb << 10,
-        config.max_body_mb << 20,
-        min(config.max_connections, _descriptors_left(config.max_connections)),
-    )
+def limit_connections(config: ServerConfig) -> ServerConfig:
+    """The settings, with no more connections than there are file descriptors for."""
+    left = _descriptors_left(config.max_connections)
+    return msgspec.structs.replace(config, max_connections=min(config.max_connections, left))
 
 
 def _descriptors_left(wanted: int) -> int:
-    """How many connections can be open at a time. Raises the soft limit of descriptors where it must."""
+    """Number of connections that can be open at a time. Raises the soft limit of descriptors if need be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = sum(1 for _ in Path("/dev/fd").iterdir())
@@ -128,23 +111,20 @@ class PlainSend:
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's connection, with deadlines for what the client sends.
 
-    A header must be complete `header_s` after the connection is made, or after the first byte that follows a
-    response; a body `body_s` after its header, however steadily it drips. A late client gets a 408.
+    A header must be complete `header_timeout_s` after the connection is made, or after the first byte that
+    follows a response; a body `body_timeout_s` after its header, however steadily it drips. A late client
+    gets a 408.
 
     A client may close its sending side and wait for its response. One that has disconnected looks the same,
     but resets the connection when something is sent to it: so it is sent something without a meaning.
     """
 
-    def __init__(
-        self,
-        limits: ConnectionLimits,
-        turns: ReadTurns,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-    ) -> None:
-        super().__init__(config, server_state, app_state)
-        self._limits = limits
+    def __init__(self, settings: ServerConfig, turns: ReadTurns, *arguments: Any) -> None:
+        """Other `arguments` are those of uvicorn's connection."""
+        super().__init__(*arguments)
+        self._settings = settings
+        self._header_limit = settings.max_header_kb << 10
+        self._body_limit = settings.max_body_mb << 20  # what a body may have is passed on together
         self._turns = turns
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
@@ -155,12 +135,12 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            message = f"{self._limits.connections} connections are open, which is the limit; try again"
+        if len(self.connections) > self._settings.max_connections:
+            message = f"{self._settings.max_connections} connections are open, which is the limit; try again"
             transport.write(_make_response("/", 503, "too_many_connections", message))
             transport.close()
             return
-        self._set_deadline(self._limits.header_s, "header")
+        self._set_deadline(self._settings.header_timeout_s, "header")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
@@ -195,12 +175,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self._in_header:
             idle = not self.pipeline and (self.cycle is None or self.cycle.response_complete)
             if idle and self._deadline is None:
-                self._set_deadline(self._limits.header_s, "header")
+                self._set_deadline(self._settings.header_timeout_s, "header")
             self._header_bytes += len(data)
         super().data_received(data)
         # The application measures a complete header; this one may never be complete.
-        if self._in_header and self._header_bytes > self._limits.header_bytes:
-            message = f"the headers are over the limit of {self._limits.header_bytes} bytes"
+        if self._in_header and self._header_bytes > self._header_limit:
+            message = f"the headers are over the limit of {self._header_limit} bytes"
             self._hang_up(431, "headers_too_large", message)
 
     def on_headers_complete(self) -> None:
@@ -211,11 +191,11 @@ class GuardedConnection(HttpToolsProtocol):
         if old or self.cycle.waiting_for_100_continue:
             self.cycle.waiting_for_100_continue = not old
             self.cycle.send = PlainSend(self.cycle, chunks=not old)  # type: ignore[method-assign]
-        self._set_deadline(self._limits.body_s, "body")
+        self._set_deadline(self._settings.body_timeout_s, "body")
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
-        if cycle.response_complete or len(cycle.body) + len(body) > self._limits.body_bytes:
+        if cycle.response_complete or len(cycle.body) + len(body) > self._body_limit:
             super().on_body(body)
             return
         pieces = len(cycle.body) // READ_AT_ONCE
@@ -256,7 +236,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.loop.call_later(pause_s, self._probe, waited_s + pause_s)
 
     def _make_probe(self) -> bytes:
-        """What means nothing to the client: only event streams are of unknown length."""
+        """Bytes without a meaning for the client. Only event streams are of unknown length."""
         cycle = self.cycle
         if not cycle.response_started:
             return _CONTINUE
@@ -270,10 +250,10 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_response_complete()
         begun = self._in_header and self._header_bytes  # the next request is partly here already
         if begun and self.cycle.response_complete and not self.pipeline and self._deadline is None:
-            self._set_deadline(self._limits.header_s, "header")
+            self._set_deadline(self._settings.header_timeout_s, "header")
 
     def _set_deadline(self, seconds: float | None, part: str = "") -> None:
-        """Hang up when `part` is not complete in so many seconds. None: there is nothing to wait for."""
+        """Hang up unless `part` is complete in time. None disables the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -305,7 +285,7 @@ class GuardedConnection(HttpToolsProtocol):
 
 
 def _make_response(path: str, status: int, code: str, message: str) -> bytes:
-    body = msgspec.json.encode(error_body(path, status, code, message))
+    body = msgspec.json.encode(TABLE.find(path).make_error(HttpError(status, code, message)))
     head = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         "content-type: application/json",

@@ -16,9 +16,8 @@ import msgspec
 from cllm.errors import CllmError, ShuttingDown, TooManyListeners
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.history import COLUMNS, History, read_totals
-from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_log import RequestLog
-from cllm.server.sse import encode, encode_named
+from cllm.frontend.metrics import EngineMetrics, RequestLog
+from cllm.server.dialect import encode, encode_named
 from cllm.types import Health, SlotInfo, Snapshot
 
 log = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class LiveFeed:
         return b"event: first\ndata: " + rows + _encoder.encode(head)[1:] + b"\n\n"
 
     def _make_event(self, row: bytes, snapshot: Snapshot | None) -> bytes:
-        """What has changed. The newest requests fill what is left of its size."""
+        """Make the event of all changes. The newest requests fill what is left of its size."""
         curve = self._requests.curve
         if curve.width != self._sent_width:  # its points have been merged: they follow once more
             self._sent_points, self._sent_width = 0, curve.width

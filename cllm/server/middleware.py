@@ -1,4 +1,7 @@
-"""ASGI middleware: response headers, trusted hosts, API keys, and limits on headers and bodies."""
+"""ASGI middleware: response headers, trusted hosts, API keys, and limits on headers and bodies.
+
+Every scope is one of HTTP: the server has neither WebSockets nor a lifespan.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,17 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.errors import ClientError, Forbidden, InvalidRequest, Unauthorized
+from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
-from cllm.server.errors import error_body, error_status
+from cllm.server.dialect import DialectTable, HttpError, respond
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
 PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
-ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete")
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 
 CountRefusal = Callable[[str], None]
@@ -43,27 +44,31 @@ def split_list(setting: str) -> list[str]:
 
 
 class HeadersMiddleware:
-    """Adds `X-Queue-Position` where a request was queued, and `request-id` to Anthropic's routes. Outermost.
+    """Finds the dialect of a request; adds `X-Queue-Position` and the dialect's own header. Outermost.
 
     HEAD is answered as GET; the server leaves the body out. The server's own `send` is left in the scope: a
     stream's body need not pass the layers, which only look at its start.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, dialects: DialectTable) -> None:
         self._app = app
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("method") == "HEAD":
             scope = {**scope, "method": "GET"}  # a copy: the server's own scope says what it must leave out
+        dialect = self._dialects.find(scope["path"])
+        state = scope.setdefault("state", {})
+        state["dialect"] = dialect
         scope[DIRECT_SEND] = send
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                position = scope.get("state", {}).get("queue_position")
+                position = state.get("queue_position")
                 if position is not None:
                     MutableHeaders(scope=message)["X-Queue-Position"] = str(position)
-                if scope["path"].startswith("/v1/messages"):
-                    MutableHeaders(scope=message)["request-id"] = f"req_{secrets.token_hex(12)}"
+                if dialect.id_header:
+                    MutableHeaders(scope=message)[dialect.id_header] = f"req_{secrets.token_hex(12)}"
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
@@ -84,23 +89,18 @@ class TrustedHostMiddleware:
         self._is_allowed = lru_cache(256)(self._parse_allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 and scope["http_version"] != "1.0":
-            await self._refuse(400, InvalidRequest.code, "send exactly one Host header", scope, receive, send)
+            await self._refuse(InvalidRequest("send exactly one Host header"), scope, receive, send)
         elif self._checks and any(host and not self._is_allowed(host.decode("latin-1")) for host in hosts):
             message = "this server does not accept this Host header: add its name to --allowed-hosts"
-            await self._refuse(403, Forbidden.code, message, scope, receive, send)
+            await self._refuse(Forbidden(message), scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _refuse(
-        self, status: int, code: str, message: str, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        self._count_refusal(code)
-        await JSONResponse(error_body(scope["path"], status, code, message), status)(scope, receive, send)
+    async def _refuse(self, error: CllmError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count_refusal(error.code)
+        await respond(scope, error)(scope, receive, send)
 
     def _parse_allowed(self, host: str) -> bool:
         if host.startswith("["):
@@ -136,26 +136,20 @@ class AuthMiddleware:
         self._app = app
         self._keys = keys
         self._open = tuple(split_list(open_routes))  # of the operators' routes
-        self._closed = keys.closed  # reading the keys file again never changes it
+        self._closed = keys.closed  # a keys file that is read again is never without keys
         self._keyless = TenantLimits(role="admin" if is_loopback(host) else "user")
         self._count_refusal = count_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
-            state = scope.setdefault("state", {})
+            state = scope["state"]
             state["tenant"] = self._authenticate(scope) if self._closed else self._keyless
             if self._for_operators(scope):
                 check_operator(scope, "this route")
             CALLER.set(Caller(state["tenant"].name, partial(wait_for_disconnect, receive)))
         except ClientError as error:
             self._count_refusal(error.code)
-            status = error_status(error)
-            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-            body = error_body(scope["path"], status, error.code, error.message)
-            await JSONResponse(body, status, headers)(scope, receive, send)
+            await respond(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -171,7 +165,7 @@ class AuthMiddleware:
         return tenant
 
     def _for_operators(self, scope: Scope) -> bool:
-        """Whether a route is for operators alone. One that is open to all may be read, not changed."""
+        """True for a route of operators. One that is open to all may be read, not changed."""
         reads = scope["path"] in self._open and scope["method"] == "GET"
         return scope["path"].startswith(ADMIN) and not reads
 
@@ -206,9 +200,6 @@ class BodyLimitMiddleware:
         self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)
@@ -219,25 +210,25 @@ class BodyLimitMiddleware:
         promised = length.isdigit() and b"transfer-encoding" not in values
         if size > self._max_header_bytes:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
-            refusal = (431, "headers_too_large", message)
+            refusal = HttpError(431, "headers_too_large", message)
         elif scope["method"] == "POST" and kind not in (b"", b"application/json"):
             # Without a type a body is not parsed at all: any page can send one without a preflight request.
             message = "the body must be JSON: send it with 'Content-Type: application/json'"
-            refusal = (415, "unsupported_media_type", message)
+            refusal = HttpError(415, "unsupported_media_type", message)
         elif scope["method"] == "POST" and encoding != b"identity":
             message = "the body must not be compressed: send it without 'Content-Encoding'"
-            refusal = (415, "unsupported_media_type", message)
+            refusal = HttpError(415, "unsupported_media_type", message)
         elif promised and int(length) > self._max_bytes:
-            refusal = (413, "payload_too_large", self._too_large)
+            refusal = self._too_large
         else:
             await self._app(scope, receive if promised else self._counting(receive), send)
             return
-        body = error_body(scope["path"], refusal[0], *refusal[1:])
-        await JSONResponse(body, refusal[0])(scope, receive, send)
+        await respond(scope, refusal)(scope, receive, send)
 
     @property
-    def _too_large(self) -> str:
-        return f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
+    def _too_large(self) -> HttpError:
+        message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
+        return HttpError(413, "payload_too_large", message)
 
     def _counting(self, receive: Receive) -> Receive:
         seen = 0
@@ -247,8 +238,7 @@ class BodyLimitMiddleware:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
-                # FastAPI makes a 400 of every other error that reading a body raises.
-                raise HTTPException(413, self._too_large)
+                raise self._too_large
             return message
 
         return counted

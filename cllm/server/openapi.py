@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 
-from cllm.server.errors import error_body
+from cllm import __version__
+from cllm.errors import InvalidRequest
+from cllm.server.dialect import EVENTS, JSON, NDJSON, PLAIN, Dialect, HttpError, Route
 from cllm.server.middleware import ADMIN, OPEN
-from cllm.server.protocol.base import DOCUMENTED, JSON
 
-TAGS = {
-    "cLLM": "cllm's own: a prompt in, text out. No chat template is applied.",
-    "OpenAI": "For OpenAI's SDKs and compatible clients.",
-    "Anthropic": "For Anthropic's SDKs.",
-    "embeddings": "Embeddings of texts, and rankings and scores by a reranker.",
-    "Ollama": "For Ollama's clients that speak no other API; names may end in `:latest`.",
-    "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
-    "operation": "Health, metrics, debugging and administration.",
-}
+REFERENCE = "#/components/schemas/{name}"
 ERRORS = {  # status → code and message of an example
-    400: ("invalid_request", "{field}: Field required"),
+    400: ("invalid_request", "{field}: this field is required"),
     401: ("invalid_api_key", "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
     403: ("forbidden", "this server does not accept this Host header: add its name to --allowed-hosts"),
     404: ("model_not_found", "this model does not exist: GET /v1/models lists the models served"),
@@ -51,16 +45,10 @@ WHEN = {
     504: "The request's deadline passed before anything was sent",
 }
 _NO_ADMIN = "; or the key is not an admin's"
-_NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`, `--state-dir`)"
-_FOR_OPERATORS = (
-    "Needs an admin's API key where the server has keys; answers on loopback only where it has none."
-)
+_NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`)"
+_FOR_OPERATORS = "Needs an admin's API key where the server has keys; else a server on loopback."
 _SCHEMES = {
-    "bearer": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An API key, as `cllm keys new` makes them",
-    },
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key, as `cllm keys new` makes them"},
     "x-api-key": {
         "type": "apiKey",
         "in": "header",
@@ -68,9 +56,7 @@ _SCHEMES = {
         "description": "The same key, as Anthropic's clients send it",
     },
 }
-_RETRY = {
-    "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3},
-}
+_RETRY = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3}}
 _POSITION = {
     "X-Queue-Position": {
         "description": "The request's position in the queue when it was accepted; 0: it did not wait",
@@ -78,48 +64,102 @@ _POSITION = {
         "example": 0,
     }
 }
-_UNDOCUMENTED = '{"content": {}, "schemas": {}, "computes": false, "errors": {}}'
 
 
-def install(app: FastAPI, *, closed: bool) -> None:
-    """Give an app made with neither `docs_url` nor `redoc_url` its description.
+def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, Any]:
+    """The OpenAPI description of all routes that are shown. A `closed` server needs keys."""
+    routes = [route for dialect in dialects for route in dialect.routes if route.shown]
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
+    kinds = dict.fromkeys([*bodies, *(kind for route in routes if (kind := _get_kind(route)) is not None)])
+    found, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    references = dict(zip(kinds, found, strict=True))
+    for body in bodies:
+        if body.EXAMPLE:
+            _resolve(schemas, references[body])["example"] = dict(body.EXAMPLE)
+    for field in (each for schema in schemas.values() for each in schema.get("properties", {}).values()):
+        if field.keys() == {"enum"}:  # the tag of a struct in a union
+            field["description"] = "Which of the forms this is"
+    paths: dict[str, Any] = {}
+    for route in routes:
+        described = _describe(route, references, schemas, closed=closed)
+        paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = described
+    tags = {dialect.name: dialect.about for dialect in dialects}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "cllm",
+            "description": "GGUF models for many users at once, on llama.cpp.",
+            "version": __version__,
+        },
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
+        "tags": [{"name": name, "description": about} for name, about in tags.items()],
+    }
 
-    `closed`: keys are needed.
-    """
 
-    def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = make_description(app, closed=closed)
-        return app.openapi_schema
-
-    app.openapi = describe  # type: ignore[method-assign]
+def _get_kind(route: Route) -> Any:
+    """The type of a route's answers; None where they are plain text, or a stream alone."""
+    example = _get_example(route)
+    if example is None or isinstance(example, str):
+        return None
+    return list[type(example[0])] if isinstance(example, list) else type(example)  # type: ignore[misc]
 
 
-def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
-    """FastAPI's own description, with the responses that each route declares by `documented`."""
-    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    schemas = schema["components"]["schemas"]
-    used: set[str] = set()
-    for path, methods in schema["paths"].items():
-        for method, route in methods.items():
-            used.update(route["tags"])
-            # FastAPI makes the summary from the function's name; the docstring says more.
-            first, _, more = route["description"].partition("\n")
-            route["summary"] = first.removesuffix(".")
-            notes = (more.strip(), _FOR_OPERATORS if path.startswith(ADMIN) else "")
-            route["description"] = "\n\n".join(filter(None, notes))
-            route["security"] = _security(path, closed=closed)
-            about = msgspec.json.decode(route.pop(DOCUMENTED, _UNDOCUMENTED))
-            if _names_model(schemas, path, route):
-                about["errors"].setdefault("404", (*ERRORS[404], WHEN[404]))
-            route["responses"] = _responses(path, method, about, _first_required(schemas, route))
-            for name, struct in about["schemas"].items():
-                assert schemas.setdefault(name, struct) == struct, f"two schemas are called {name}"
-    for unused in ("HTTPValidationError", "ValidationError"):  # a wrong body is a 400, in our shape
-        schemas.pop(unused, None)
-    schema["components"]["securitySchemes"] = _SCHEMES
-    schema["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
-    return schema
+def _get_example(route: Route) -> Any:
+    return getattr(route.answer, "EXAMPLE", route.answer)
+
+
+def _resolve(schemas: dict[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that a reference names."""
+    found: dict[str, Any] = schemas[str(reference["$ref"]).rpartition("/")[2]]
+    return found
+
+
+def _describe(
+    route: Route, references: Mapping[Any, Any], schemas: dict[str, Any], *, closed: bool
+) -> dict[str, Any]:
+    first, _, more = inspect.cleandoc(route.handler.__doc__ or "").partition("\n")
+    operators = route.path.startswith(ADMIN)
+    described: dict[str, Any] = {
+        "tags": [route.dialect.name],
+        "summary": first.removesuffix("."),
+        "description": "\n\n".join(filter(None, (more.strip(), _FOR_OPERATORS if operators else ""))),
+        "operationId": re.sub(r"\W+", "_", f"{route.handler.__name__}_{route.path}_{route.method.lower()}"),
+        "security": _security(route.path, closed=closed),
+    }
+    if names := re.findall(r"{(\w+)", route.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    required, named = None, route.path.startswith("/v1/models/")
+    if route.body is not None:
+        reference = references[route.body]
+        schema = _resolve(schemas, reference)
+        required = next(iter(schema.get("required", ())), None)
+        named = named or "model" in schema.get("properties", ())
+        described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
+    described["responses"] = _responses(
+        route, _content(route, references.get(_get_kind(route))), required, named=named
+    )
+    return described
+
+
+def _content(route: Route, schema: Any) -> dict[str, Any]:
+    """The answers of a route, by content type."""
+    content: dict[str, Any] = {}
+    example = _get_example(route)
+    if isinstance(example, str):
+        content[PLAIN] = {"schema": {"type": "string"}, "example": example}
+    elif example is not None:
+        if route.several:
+            one = {"anyOf": [schema, {"type": "object", "description": "What `response_fields` names"}]}
+            schema = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
+        content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
+    if route.events:
+        content[EVENTS] = {"example": b"".join(route.events).decode()}
+    if route.lines:
+        content[NDJSON] = {"example": b"".join(route.lines).decode()}
+    return content
 
 
 def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
@@ -130,46 +170,29 @@ def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
     return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
 
 
-def _names_model(schemas: dict[str, Any], path: str, route: dict[str, Any]) -> bool:
-    """Whether a request says which model it is for: then there may be no such model."""
-    named = {parameter["name"] for parameter in route.get("parameters", ())}
-    if "requestBody" in route:
-        reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
-        named |= schemas[reference.rpartition("/")[2]].get("properties", {}).keys()
-    return "model" in named or path.startswith("/v1/models/")
-
-
-def _first_required(schemas: dict[str, Any], route: dict[str, Any]) -> str | None:
-    """The field that the error for an empty body names."""
-    if "requestBody" not in route:
-        return None
-    reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
-    required = schemas[reference.rpartition("/")[2]].get("required")
-    return str(required[0]) if required else None
-
-
-def _responses(path: str, method: str, about: dict[str, Any], required: str | None) -> dict[str, Any]:
-    own = {int(status): error for status, error in about["errors"].items()}
-    found: dict[str, Any] = {"200": {"description": "Done", "content": about["content"]}}
-    statuses = {403, 431, *own}
-    if path not in OPEN:
+def _responses(route: Route, content: dict[str, Any], required: str | None, *, named: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
+    statuses = {403, 431, *route.errors, *((404,) if named else ())}
+    if route.path not in OPEN:
         statuses |= {401, 500, 503}
-    if method == "post":
+    if route.method == "POST":
         statuses |= {400, 408, 413, 415}
-    if about["computes"]:
+    if route.computes:
         statuses |= {429, 504}
         found["200"]["headers"] = _POSITION
     for status in sorted(statuses):
-        code, message, when = own.get(status) or (*ERRORS[status], WHEN[status])
+        code, message, when = route.errors.get(status) or (*ERRORS[status], WHEN[status])
         field = required if status == 400 else None
         if status == 400 and field is None:  # no field is required
             message = "the body is not a JSON object"
-        example = error_body(path, status, code, message.format(field=field), field)
+        message = message.format(field=field)
+        error = InvalidRequest(message, field) if status == 400 else HttpError(status, code, message)
         if status == 403:
-            when += _NO_ADMIN * path.startswith(ADMIN) + _NO_FOLDER * path.startswith("/admin/")
+            admin = route.path.startswith("/admin/")
+            when += _NO_ADMIN * route.path.startswith(ADMIN) + _NO_FOLDER * admin
         found[str(status)] = {
             "description": when,
-            "content": {JSON: {"schema": {"type": "object"}, "example": example}},
+            "content": {JSON: {"schema": {"type": "object"}, "example": route.dialect.make_error(error)}},
         }
         if status in (429, 503, 504):
             found[str(status)]["headers"] = _RETRY

@@ -18,7 +18,7 @@ from cllm.config import ServerConfig
 from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.app import create_app
-from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
+from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback, split_list
 
@@ -54,9 +54,8 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._registry = registry
-        self._drain_s = settings.drain_s
         self._tls = tls
-        self._limits = make_limits(settings)
+        self._limits = limit_connections(settings)
         self._turns = ReadTurns()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -69,7 +68,7 @@ class DrainingServer(uvicorn.Server):
                 self._limits, self._turns, self.config, self.server_state, self.lifespan.state
             )
 
-        handshake_s = self._limits.header_s if self._tls is not None else None
+        handshake_s = self._limits.header_timeout_s if self._tls is not None else None
         self.servers = [
             await asyncio.get_running_loop().create_server(
                 connection, sock=listener, ssl=self._tls, backlog=1024, ssl_handshake_timeout=handshake_s
@@ -80,9 +79,10 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            log.info("draining: up to %.0f s for %d requests", self._drain_s, len(self._registry.requests))
+            drain_s = self._limits.drain_s
+            log.info("draining: up to %.0f s for %d requests", drain_s, len(self._registry.requests))
             self._registry.drain()
-            asyncio.get_running_loop().call_later(self._drain_s, self._registry.end_all)
+            asyncio.get_running_loop().call_later(drain_s, self._registry.end_all)
         # Not uvicorn's own handler: that raises the signal again at the end, which would kill the process
         # before the children are gone, and with another exit code than 0.
         self.force_exit = self.should_exit and sig == signal.SIGINT
@@ -103,10 +103,7 @@ class Listeners(list[socket.socket]):
 
 
 async def serve(
-    registry: EngineRegistry,
-    config: ServerConfig,
-    listeners: Listeners,
-    announce: Callable[[str], None],
+    registry: EngineRegistry, config: ServerConfig, listeners: Listeners, announce: Callable[[str], None]
 ) -> None:
     """Load and serve until a signal ends it. Raises the error that keeps a model from loading."""
     keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)
@@ -117,7 +114,7 @@ async def serve(
     registry.set_tenants(keys.tenants)
     try:
         await registry.start()
-        app = create_app({"default": registry}, config, keys)
+        app = create_app(registry, config, keys)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -131,7 +128,7 @@ async def serve(
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]
         )
         server = DrainingServer(settings, registry, config, tls)
-        # A full collection stops every stream, for 0.15 s on a busy machine. What is here now stays for ever.
+        # A full collection stops every stream, for 0.15 s on a busy machine; a frozen object is skipped.
         gc.collect()
         gc.freeze()
         loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, registry)

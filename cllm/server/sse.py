@@ -1,42 +1,35 @@
-"""Server-sent events, and the end of requests whose client has disconnected."""
+"""Server-sent events, the end of requests whose client has disconnected, and the leases of an HTTP request.
+
+While a model is loaded for a request that streams, the head of its stream is sent, and comments. What the
+route answers then is a stream that goes on, or an error, which is the stream's last frame.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.errors import from_code
+from cllm.errors import ClientGone
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.errors import respond
+from cllm.server.dialect import COMMENT, EVENTS, respond
 from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
 from cllm.types import RequestOutput
 
-_encoder = msgspec.json.Encoder()
 GONE = 499  # the status of a response whose client has disconnected
-DONE = b"data: [DONE]\n\n"
-COMMENT = b":\n\n"  # an event that every client ignores
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
+HEAD_AFTER_S = 1.0  # an error that is known by then has a status of its own
+LEASES = "cllm.leases"  # in the scope
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-
-
-def encode(event: Any) -> bytes:
-    """One event."""
-    return b"data: " + _encoder.encode(event) + b"\n\n"
-
-
-def encode_named(name: str, event: Any) -> bytes:
-    """One event with a name, which clients listen for."""
-    return b"event: " + name.encode() + b"\n" + encode(event)
 
 
 async def cancel_on_disconnect(
@@ -50,10 +43,11 @@ async def cancel_on_disconnect(
 
 async def collect(
     engine: EngineClient, streams: Sequence[AsyncOutputStream], http: Request
-) -> list[list[RequestOutput]] | None:
-    """All outputs of each request, or None if the client disconnected: then the requests are cancelled.
+) -> list[list[RequestOutput]]:
+    """All outputs of each request.
 
-    Raises the first error a request ended with; the others are cancelled too.
+    Raises the first error a request ended with, and ClientGone if the client disconnected; requests that
+    still run are cancelled.
     """
     http.scope["state"]["queue_position"] = max(stream.queue_position for stream in streams)
     outputs: list[list[RequestOutput]] = [[] for _ in streams]
@@ -61,9 +55,11 @@ async def collect(
     try:
         async for index, output in merged(streams):
             if output.error is not None:
-                raise from_code(output.error.code, output.error.message)
+                raise output.error.error()
             outputs[index].append(output)
-        return None if watcher.done() else outputs
+        if watcher.done():
+            raise ClientGone("the client disconnected")
+        return outputs
     except BaseException:
         for stream in streams:
             engine.cancel(stream.request_id)
@@ -80,7 +76,7 @@ class EventStream(Response):
     client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENTS
 
     def __init__(
         self,
@@ -137,19 +133,102 @@ class EventStream(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
         if failure is not None:
-            answer = respond(Request(scope), from_code(failure.code, failure.message))
-            await answer(scope, receive, send)
+            await respond(scope, failure.error())(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._writing = False
         send = scope.get(DIRECT_SEND, send)
         async for chunk in self._events:
-            while self._beating is not None:
-                await self._beating
-            self._wrote_at, self._writing = time.monotonic(), True
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            self._writing = False
+            await self._write(send, chunk)
+        await self._write(send, b"", more=False)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         while self._beating is not None:
             await self._beating
         self._wrote_at, self._writing = time.monotonic(), True
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing = False
+
+
+class ModelLeases:
+    """The leases of one HTTP request, and its stream where that was begun before the route answered."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state: dict[str, Any] = scope["state"]
+        self._receive = receive
+        self._send = send
+        self._leases: list[ModelLease] = []
+
+    async def wait(self, loading: Coroutine[Any, Any, ModelLease], *, stream: bool) -> ModelLease:
+        """Wait for a lease; a `stream` shows that it is alive. Raises ClientGone where the client leaves."""
+        task = asyncio.ensure_future(loading)
+        leaving = asyncio.ensure_future(wait_for_disconnect(self._receive))
+        try:
+            while not task.done():
+                beat_s = BEAT_S if self._begun else HEAD_AFTER_S
+                await asyncio.wait(
+                    (task, leaving), timeout=beat_s if stream else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if leaving.done() and not task.done():
+                    raise ClientGone("the client disconnected")
+                if stream and not task.done():
+                    await self._beat()
+            return self.add(task.result())
+        except BaseException:
+            task.add_done_callback(_release)
+            task.cancel()
+            raise
+        finally:
+            leaving.cancel()
+
+    def add(self, lease: ModelLease) -> ModelLease:
+        """Keep a lease to the end of the response."""
+        self._leases.append(lease)
+        return lease
+
+    def release(self) -> None:
+        for lease in self._leases:
+            lease.release()
+
+    @property
+    def _begun(self) -> bool:
+        """True once the head of a stream has been sent."""
+        return bool(self._state.get("streaming"))
+
+    async def _beat(self) -> None:
+        if not self._begun:
+            headers = [(b"content-type", f"{EVENTS}; charset=utf-8".encode()), *STREAM_HEADERS]
+            self._state["streaming"] = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def send(self, message: Message) -> None:
+        """Send what the route answers, without a second head."""
+        if message["type"] != "http.response.start" or not self._begun:
+            await self._send(message)
+
+
+def _release(task: asyncio.Task[ModelLease]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().release()
+
+
+def get_leases(scope: Scope) -> ModelLeases:
+    """The leases of a request."""
+    leases = scope[LEASES]
+    assert isinstance(leases, ModelLeases)
+    return leases
+
+
+class LeaseMiddleware:
+    """Gives every HTTP request its `ModelLeases`, and releases them after the response. Innermost."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[LEASES] = leases = ModelLeases(scope, receive, send)
+        try:
+            await self._app(scope, receive, leases.send)
+        finally:
+            leases.release()

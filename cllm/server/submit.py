@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 
 from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest
@@ -12,10 +13,13 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
-from cllm.server.hold import get_hold
-from cllm.server.protocol.sampling import ConstrainedBody
-from cllm.types import ConstraintKind, ConstraintSpec, Request
-from cllm.workers.messages import CheckConstraint, Text, TokenizeText, Tokens
+from cllm.messages import Prepare, Prepared
+from cllm.server.generation import GenerationBody
+from cllm.server.sse import get_leases
+from cllm.text.prompt import Gap, RawText
+from cllm.types import Prompt, Request, SamplingParams
+
+_replace = msgspec.structs.replace
 
 
 def get_registry(http: HttpRequest) -> EngineRegistry:
@@ -39,12 +43,12 @@ async def use_engine(
     events is sent meanwhile, and comments. Raises ModelNotFound, ModelDoesNotFit, EngineNotReady, QueueFull,
     DeadlineExceeded, and ClientGone where the client leaves meanwhile.
     """
-    registry, hold = get_registry(http), get_hold(http.scope)
+    registry, leases = get_registry(http), get_leases(http.scope)
     model = find_model(http, name)
     if model.open:
-        return hold.add(await registry.use(model)).engine
+        return leases.add(await registry.use(model)).engine
     try:
-        return (await hold.wait(registry.use(model, timeout_s), stream=stream)).engine
+        return (await leases.wait(registry.use(model, timeout_s), stream=stream)).engine
     except CllmError as error:
         model.metrics.refused.labels(error.code).inc()
         raise
@@ -63,79 +67,76 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
     return tuple(tokens)
 
 
-async def tokenize_pieces(
-    engine: EngineClient,
-    pieces: Sequence[str | int],
-    field: str,
-    limit: int = 0,
-    *,
-    add_special: bool = True,
-    parse_special: bool = False,
-) -> tuple[int, ...]:
-    """The tokens of texts and token ids, one after the other. Raises InvalidRequest, ContextLengthExceeded.
+async def prepare(
+    engine: EngineClient, request: Request, inputs: Sequence[RawText | Gap], biases: Mapping[str, float] = {}
+) -> tuple[Request, list[Prompt]]:
+    """The tokens of each prompt, and the request with all that its texts decide.
 
-    `limit` is that of a prompt; special tokens are added to a text at its beginning only.
+    Raises InvalidRequest, ContextLengthExceeded, and QueueFull before any work.
     """
-    tokens: list[int] = []
-    for texts, run in groupby(enumerate(pieces), lambda each: isinstance(each[1], str)):
-        if not texts:
-            tokens += check_tokens(engine, [int(token) for _, token in run], field)
-            continue
-        for index, text in run:
-            first = add_special and not index
-            task = TokenizeText(str(text), limit, add_special=first, parse_special=parse_special)
-            tokens += (await run_tokenizer(engine, task, Tokens)).tokens
-    if limit and len(tokens) > limit:
-        raise ContextLengthExceeded(len(tokens), limit)
-    return tuple(tokens)
+    engine.check_capacity()
+    plain = [_get_tokens(each) for each in inputs]
+    limit = loaded(engine)[1].request_tokens
+    if request.constraint is None and not biases and None not in plain:  # nothing to be tokenised
+        found = [Prompt(tokens) for tokens in plain if tokens is not None]
+        if (longest := max(map(len, found), default=0)) > limit:
+            raise ContextLengthExceeded(longest, limit)
+        return request, found
+    task = Prepare(tuple(inputs), limit, request.constraint, tuple(biases))
+    prepared = await run_tokenizer(engine, task, Prepared)
+    if biases:
+        pairs = zip(prepared.texts, biases.values(), strict=True)
+        more = tuple((token, bias) for tokens, bias in pairs for token in tokens)
+        sampling = _replace(request.sampling, logit_bias=request.sampling.logit_bias + more)
+        request = _replace(request, sampling=sampling)
+    return request, [prompt.prompt for prompt in prepared.prompts]
 
 
-async def check_constraint(engine: EngineClient, spec: ConstraintSpec, form_field: str) -> None:
-    """Compile the constraint of a body. Raises InvalidRequest, which names a schema's field `form_field`."""
-    try:
-        await run_tokenizer(engine, CheckConstraint(spec), Text)
-    except InvalidRequest as error:
-        if spec.kind is not ConstraintKind.JSON_SCHEMA:
-            raise
-        reason = error.message.removeprefix(f"{error.field}: ")
-        raise InvalidRequest(f"{form_field}: {reason}", form_field) from None
+def _get_tokens(given: RawText | Gap) -> tuple[int, ...] | None:
+    """The token ids of a prompt without a text; None of any other."""
+    if isinstance(given, Gap):
+        return None
+    tokens = tuple(piece for piece in given.pieces if isinstance(piece, int))
+    return tokens if len(tokens) == len(given.pieces) else None
 
 
-async def make_request(
+async def tokenize(
+    engine: EngineClient, pieces: Sequence[str | int], *, add_special: bool, parse_special: bool
+) -> tuple[int, ...]:
+    """The tokens of texts and token ids, one after the other, however many there are."""
+    task = Prepare((RawText(tuple(pieces), add_special, parse_special),))
+    return (await run_tokenizer(engine, task, Prepared)).prompts[0].prompt.items
+
+
+def make_request(engine: EngineClient, http: HttpRequest, body: GenerationBody, **fields: Any) -> Request:
+    """The request of a body, for the tenant that sends it; see `build_request`."""
+    return build_request(engine, body, tenant=http.scope["state"]["tenant"].name, **fields)
+
+
+def build_request(
     engine: EngineClient,
-    http: HttpRequest,
-    body: ConstrainedBody,
+    body: GenerationBody,
     *,
     request_id: str,
     max_tokens: int | None,
-    prompt: tuple[int, ...] = (),
-    stop: tuple[str, ...] = (),
-    logprobs: int = 0,
+    sampling: SamplingParams | None = None,
+    **fields: Any,
 ) -> Request:
-    """A body as the engine's request; `max_tokens` None: as many as fit. Raises InvalidRequest."""
+    """A body as the engine's request, without a prompt. `max_tokens` None sets no limit but the context's.
+
+    `fields` are others of `Request`. Raises InvalidRequest.
+    """
     info, limits = loaded(engine)
-    constraint = body.constraint()
-    if constraint is not None:
-        await check_constraint(engine, constraint, body.form_field)
-    tokens = {
-        key: (
-            await run_tokenizer(engine, TokenizeText(body.bias_text(key), add_special=False), Tokens)
-        ).tokens
-        for key in body.bias_texts
-    }
     return Request(
         id=request_id,
-        prompt=prompt,
         max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
-        sampling=body.sampling(info.vocabulary_size, tokens),
-        stop=stop,
-        logprobs=logprobs,
-        constraint=constraint,
+        sampling=body.sampling(info.vocabulary_size) if sampling is None else sampling,
+        constraint=body.constraint(),
         min_tokens=body.min_tokens,
         stop_token_ids=check_tokens(engine, body.stop_token_ids, "stop_token_ids"),
         timeout_s=body.timeout,
         priority=body.priority,
         reuse=body.cache_prompt,
         speculate=body.speculate,
-        tenant=http.scope["state"]["tenant"].name,
+        **fields,
     )

@@ -213,7 +213,7 @@ class FakeRunner(ModelRunner):
         if status is None and self.limits.unified and used > self.limits.cells:
             status = StepStatus.NO_ROOM
         if status is not None and status is not StepStatus.DONE:
-            if not status.memory_intact:
+            if status in (StepStatus.ABORTED, StepStatus.FAILED):
                 # As in llama.cpp: cells computed before the failure stay in memory.
                 first = batch.rows[0]
                 self.memory[first.seq_id].extend(first.tokens)

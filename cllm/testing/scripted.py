@@ -16,7 +16,7 @@ import numpy as np
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
 from cllm.config import ClusterConfig, EngineConfig, ServerConfig
 from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
-from cllm.types import SamplingParams
+from cllm.types import Pooling, SamplingParams
 
 # Roles and tools as text; an answer, earlier or to come, follows on TURN. Calls are written as Hermes does.
 CHAT_TEMPLATE = (
@@ -46,7 +46,7 @@ def call_tool(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
-    """What is left to say of the last script in a sequence's tokens, and whether it fails after that."""
+    """The rest of the last script in a sequence's tokens; True where it fails after that."""
     tokens = np.asarray(memory, np.uint16)
     turns = np.flatnonzero(tokens == TURN)
     plain = np.where(tokens < END_TOKEN, tokens, 0).astype(np.uint8).tobytes()
@@ -85,7 +85,8 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
         cells=config.ctx_size or 8192,
         batch_tokens=config.batch_tokens,
         unified=config.unified_kv,
-        step_s=float(config.model) / 1000,
+        step_s=float(config.model or 0) / 1000,
+        pooling=Pooling(config.pooling or "mean"),
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -133,7 +134,8 @@ def main(arguments: list[str]) -> int:
         "queue-size": 1024,
         "draft-tokens": 0,
     }
-    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "cluster": "", "engine-module": ""}
+    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
+    texts |= dict.fromkeys(("pooling", "cache-dir", "cluster", "engine-module"), "")
     for name, default in (texts | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
@@ -143,6 +145,9 @@ def main(arguments: list[str]) -> int:
         ctx_size=options.pop("ctx_size"),
         batch_tokens=512,
         draft_tokens=options.pop("draft_tokens"),
+        pooling=options.pop("pooling"),
+        cache_dir=(cache := options.pop("cache_dir")),
+        cache_disk_mb=64 if cache else 0,
     )
     cluster, module = options.pop("cluster"), options.pop("engine_module")
     if cluster:

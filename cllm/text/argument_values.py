@@ -1,4 +1,4 @@
-"""Values of arguments: the types a schema allows, and the literals that models write, read as JSON values."""
+"""Values of arguments: the literals that models write, read as JSON values by the types a schema allows."""
 
 from __future__ import annotations
 
@@ -6,52 +6,12 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
-from itertools import accumulate
 from typing import Any
 
-from cllm.text.chat_format import get_type
-
-MAX_NESTING = 64
-MAX_REFERENCES = 8  # that lead from one to the next
-
-
-def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: any."""
-    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
-        return frozenset()
-    if isinstance(schema.get("$ref"), str):
-        return get_types(resolve(schema, root), root, depth + 1)
-    if "type" in schema:
-        given = schema["type"]
-        return frozenset(given if isinstance(given, list) else [given])
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(map(get_type, values))
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            types = [get_types(option, root, depth + 1) for option in schema[key]]
-            return frozenset().union(*types) if all(types) else frozenset()
-    return frozenset()
-
-
-def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a local reference means."""
-    for _ in range(MAX_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def get_property(schema: Mapping[str, Any], key: str) -> Any:
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return schema.get("additionalProperties") if found is None else found
+from cllm.text.chat_format import dump_json, get_type
+from cllm.text.json_schema import MAX_NESTING, count_nesting, get_property, get_types, resolve
 
 
 class NoValue(Enum):
@@ -65,16 +25,35 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def parse_literal(text: str) -> Any:
-    """The value of a JSON or Python literal, or `NO_VALUE`."""
-    text = text.strip()
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, or `NO_VALUE`."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        pass
+        return NO_VALUE
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def parse_literal(text: str) -> Any:
+    """The value of a JSON or Python literal, or `NO_VALUE`."""
+    text = text.strip()
+    if (value := parse_json(text)) is not NO_VALUE:
+        return value
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
         return _ESCAPE.sub(_unescape, text[1:-1])
-    if _nesting(text) > MAX_NESTING:
+    if count_nesting(text) > MAX_NESTING:
         return NO_VALUE
     try:
         with warnings.catch_warnings(action="ignore"):  # of odd escapes
@@ -86,11 +65,6 @@ def parse_literal(text: str) -> Any:
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
     return chr(int(code[1:], 16)) if code[0] in "xu" else _ESCAPED.get(code, code)
-
-
-def _nesting(text: str) -> int:
-    changes = ((character in "([{") - (character in ")]}") for character in text)
-    return max(accumulate(changes, initial=0))
 
 
 def _evaluate(node: ast.expr) -> Any:
@@ -110,17 +84,11 @@ def _evaluate(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
 def parse_gemma(text: str) -> Any:
     """Gemma's literals: names without quotes, strings between quote tokens."""
+    if (value := parse_json(text)) is not NO_VALUE:
+        return value
     strings: list[str] = []
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        pass
 
     def keep(match: re.Match[str]) -> str:
         literal = parse_literal(match[0]) if match[1] is None else match[1]
@@ -187,21 +155,9 @@ def _read_text(text: str, types: frozenset[str]) -> Any:
     return value if fits or "string" not in types else text
 
 
-def parse_json(parts: Sequence[str]) -> object:
-    """The value of a JSON text in pieces; None where it is none."""
-    try:
-        return json.loads("".join(parts))
-    except ValueError:
-        return None
-
-
 def convert(text: str, types: frozenset[str], nested: str, schema: Any, root: Mapping[str, Any]) -> str:
     """The JSON text of a value that is not certainly a string, by its schema and the types it may have."""
     if nested and nested in text:
         value = parse_tags(text, nested, schema, root)
-        return dump(text if value is NO_VALUE else value)
-    return dump(_read_text(text, types if nested or text else types | {"string"}))
-
-
-def dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+        return dump_json(text if value is NO_VALUE else value)
+    return dump_json(_read_text(text, types if nested or text else types | {"string"}))

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cllm.text.argument_values import get_types, resolve
 from cllm.text.chat_format import (
-    ARGUMENTS,
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    TYPE,
     CallStyle,
     ChatFormat,
+    Slot,
     Tool,
     first_piece,
     split_slots,
     write_gemma,
     write_python,
 )
-from cllm.text.json_schema import get_text_expression
+from cllm.text.json_schema import escape_name, get_text_expression, get_types, get_values, resolve
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MAX_CALLS = 16  # in one answer
 MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
 MAX_FREE = 8  # arguments of a tool that does not name them
-_SLOTS = {ID: r"/[a-zA-Z0-9]{9}/", INDEX: r"/[0-9]{1,2}/"}
+_SLOTS = {Slot.ID: r"/[a-zA-Z0-9]{9}/", Slot.INDEX: r"/[0-9]{1,2}/"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
 _QUOTE, _COMMA = '<|"|>', '","'
 
@@ -52,12 +46,9 @@ def make_call_grammar(
         if form.bare or any(mark.removeprefix(chat_format.lead).startswith(triggers) for mark in others):
             return None  # nothing tells the start of a call from that of a text
     count = min(MAX_CALLS, max(MIN_CALLS, len(tools))) if forced else MAX_CALLS
-    grammar = _Grammar(chat_format, tools)
-    closing = chat_format.reasoning_closings[0]
-    if forced and (blanks := closing[len(closing.rstrip()) :]):
-        grammar.blanks = f"({json.dumps(blanks)})?"  # after reasoning
-    grammar.exact = forced
-    source = grammar.write(skipped, count if parallel and not chat_format.one_call else 1)
+    source = _Grammar(chat_format, tools).write(
+        skipped, count if parallel and not chat_format.one_call else 1, forced=forced
+    )
     return ConstraintSpec(ConstraintKind.TOOLS, source, triggers)
 
 
@@ -66,48 +57,42 @@ class _Grammar:
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool]) -> None:
         self._form = chat_format.calls
+        closing = chat_format.reasoning_closings[0]
+        self._blanks = closing[len(closing.rstrip()) :]  # after reasoning
         self._tokens = dict(chat_format.tokens)
         texts = sorted(self._tokens, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._tools = tools
         self._rules: list[str] = []
-        self.blanks = ""  # before the first call
-        self.exact = True  # blanks between calls are those of the format
 
-    def write(self, skipped: str, count: int) -> str:
+    def write(self, skipped: str, count: int, *, forced: bool) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
         form = self._form
-        names = [f"call_{number}" for number in range(len(self._tools))]
-        for name, tool in zip(names, self._tools, strict=True):
-            self._add(name, self._call(name, tool))
         if form.style is CallStyle.JSON:
             self._add("body", f"%json {json.dumps(self._schema())}")
-            names = ["body"]
-        between = self._text(form.between) if self.exact or form.between.strip() else r"/[ \n]{0,2}/"
-        # The first call may lack the beginning of its opening; the name in an opening needs the tool.
-        first = [self._framed(name, tool, skipped) for name, tool in self._named(names)]
-        later = [self._framed(name, tool, "") for name, tool in self._named(names)]
-        more = f"({between} more){{0,{count - 1}}}" if count > 1 else ""
-        if more:
-            self._add("more", " | ".join(later))
-        section = self._text(form.section_opening.removeprefix(skipped)) if form.section_opening else ""
+            calls = [("body", "")]
+        else:
+            calls = [(f"call_{number}", tool.name) for number, tool in enumerate(self._tools)]
+            for (rule, _), tool in zip(calls, self._tools, strict=True):
+                self._add(rule, self._call(rule, tool))
+        blanks = f"({json.dumps(self._blanks)})?" if forced and self._blanks else ""
+        section = self._text(form.section_opening.removeprefix(skipped))
+        first = form.opening if form.section_opening else form.opening.removeprefix(skipped)
+        more = ""
+        if count > 1:
+            between = self._text(form.between) if forced or form.between.strip() else r"/[ \n]{0,2}/"
+            more = f"({between} more){{0,{count - 1}}}"
+            self._add("more", self._frame(calls, form.opening))
+        self._add("first", self._frame(calls, first))
         closing = self._text(form.section_closing)
-        self._add("first", " | ".join(first))
-        return "\n".join([f"start: {self.blanks} {section} first {more} {closing}", *self._rules])
+        return "\n".join([f"start: {blanks} {section} first {more} {closing}", *self._rules])
 
-    def _named(self, names: Sequence[str]) -> list[tuple[str, Tool | None]]:
-        return (
-            [(name, None) for name in names]
-            if names == ["body"]
-            else list(zip(names, self._tools, strict=True))
+    def _frame(self, calls: Sequence[tuple[str, str]], opening: str) -> str:
+        """One of the calls with its opening and closing, both of which may have the tool's name."""
+        return _any(
+            f"{self._text(opening, name)} {rule} {self._text(self._form.closing, name)}"
+            for rule, name in calls
         )
-
-    def _framed(self, name: str, tool: Tool | None, skipped: str) -> str:
-        """A call with its opening and closing."""
-        form = self._form
-        opening = form.opening if form.section_opening else form.opening.removeprefix(skipped)
-        called = tool.name if tool is not None else ""
-        return f"{self._text(opening, called)} {name} {self._text(form.closing, called)}"
 
     def _add(self, name: str, rule: str) -> None:
         self._rules.append(f"{name}: {rule}")
@@ -115,7 +100,7 @@ class _Grammar:
     def _text(self, text: str, name: str = "", kind: str = "") -> str:
         """A marker: literals, control tokens and slots."""
         written: list[str] = []
-        words = {NAME: json.dumps(name), TYPE: json.dumps(kind), **_SLOTS}
+        words = {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind), **_SLOTS}
         for part in split_slots(text):
             if part in words:
                 written.append(words[part])
@@ -137,19 +122,19 @@ class _Grammar:
         for tool, place in zip(self._tools, places, strict=True):
             properties: dict[str, Any] = {}
             for key, slot in self._form.keys:
-                name = tool.name if key == NAME else key
-                properties[name] = self._value_schema(tool, slot, f"#{place}/properties/{_escape(name)}")
+                name = tool.name if key == Slot.NAME else key
+                properties[name] = self._value_schema(tool, slot, f"#{place}/properties/{escape_name(name)}")
             closed = {"required": list(properties), "additionalProperties": False}
             calls.append({"type": "object", "properties": properties, **closed})
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **self._style()}
 
     def _value_schema(self, tool: Tool, slot: str, place: str) -> Any:
-        if slot == ARGUMENTS:
+        if slot == Slot.ARGUMENTS:
             return relocate(forbid_extra_arguments(tool.schema), place)
-        patterns = {ID: "^[a-zA-Z0-9]{9}$", INDEX: "^[0-9]{1,2}$"}
+        patterns = {Slot.ID: "^[a-zA-Z0-9]{9}$", Slot.INDEX: "^[0-9]{1,2}$"}
         if slot in patterns:
             return {"type": "string", "pattern": patterns[slot]}
-        return {"const": tool.name if slot == NAME else json.loads(slot)}
+        return {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
 
     def _style(self) -> dict[str, Any]:
         # Only the blanks that models were trained to write: free whitespace could go on without end.
@@ -168,8 +153,6 @@ class _Grammar:
 
     def _call(self, rule: str, tool: Tool) -> str:
         form = self._form
-        if form.style is CallStyle.JSON:
-            return '""'
         name = json.dumps(tool.name)
         if form.style is CallStyle.NAMED:
             self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema)))
@@ -177,7 +160,8 @@ class _Grammar:
         arguments, required = self._arguments(rule, tool.schema)
         if form.style is CallStyle.TAGGED:
             body = " ".join(each if key in required else f"({each})?" for key, each in arguments.items())
-            if not arguments and not is_closed(tool.schema):
+            closed = forbid_extra_arguments(tool.schema).get("additionalProperties") is False
+            if not arguments and not closed:
                 body = f"({self._free(rule)}){{0,{MAX_FREE}}}"
             return f"{name} {self._text(form.after_name)} {body}"
         comma = '", "' if form.style is CallStyle.PYTHON else _COMMA
@@ -209,23 +193,22 @@ class _Grammar:
             options = get_options(resolved, 0) or [{"const": value} for value in resolved.get("enum", ())]
             each = [self._argument(f"{rule}_{n}", key, one, root) for n, one in enumerate(options)]
             if each:
-                return f"({' | '.join(each)})"
+                return f"({_any(each)})"
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        return f"{opening} {self._tagged(rule, form.value_closing.replace(KEY, key), schema, root)}"
+        return f"{opening} {self._tagged(rule, form.value_closing.replace(Slot.KEY, key), schema, root)}"
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
         mark, schema = self._form.nested, resolve(schema, root)
         types = get_types(schema, root)
         if options := get_options(schema, depth):
-            each = (
-                self._tagged(f"{rule}_{n}", closing, one, root, depth + 1) for n, one in enumerate(options)
-            )
-            return f"({' | '.join(each)})"
-        inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
-        if mark and isinstance(inner, Mapping) and inner and depth <= MAX_DEPTH:
+            rules = ((f"{rule}_{number}", option) for number, option in enumerate(options))
+            each = (self._tagged(name, closing, option, root, depth + 1) for name, option in rules)
+            return f"({_any(each)})"
+        inner = _get_inner(schema, types)
+        if mark and inner and depth <= MAX_DEPTH:
             parts = inner if types == {"object"} else {"item": inner}
             written: list[str] = []
             for number, (key, part) in enumerate(parts.items()):
@@ -249,27 +232,21 @@ class _Grammar:
 
     def _raw(self, rule: str, closing: str, schema: Mapping[str, Any]) -> str:
         """A text up to its closing."""
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
+        if (values := get_values(schema)) is not None:
             shown = (value if isinstance(value, str) else json.dumps(value) for value in values)
-            return f"({' | '.join(json.dumps(value) for value in shown)}) {self._text(closing)}"
+            return f"({_any(map(json.dumps, shown))}) {self._text(closing)}"
         text = get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
-        rest = self._text(closing[len(plain) :])
-        if not plain:
-            self._add(f"{rule}_text", f"/{text}/")
-            return f"{rule}_text {rest}"
-        self._rules.append(f"{rule}_text[lazy]: /{text}{_escape_regex(plain)}/")
-        return f"{rule}_text {rest}"
+        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{_escape_regex(plain)}/")
+        return f"{rule}_text {self._text(closing[len(plain) :])}"
 
     def _python(
         self, rule: str, schema: Mapping[str, Any], types: frozenset[str], root: Mapping[str, Any]
     ) -> str:
         schema = resolve(schema, root)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
-            return f"({' | '.join(json.dumps(write_python(each)) for each in values)})"
+        if (values := get_values(schema)) is not None:
+            return f"({_any(json.dumps(write_python(value)) for value in values)})"
         value = self._json_within(schema, root)
         if types == {"string"} and not schema.keys() & {"pattern", "format", "anyOf", "oneOf", "allOf"}:
             value = rf"/'([^'\\\n]|\\[nt'\\]){_count(schema, 'Length')}'/"
@@ -279,16 +256,15 @@ class _Grammar:
         """A value as Gemma writes it."""
         schema = resolve(schema, root)
         types = get_types(schema, root)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
-            return f"({' | '.join(self._text(write_gemma(value)) for value in values)})"
+        if (values := get_values(schema)) is not None:
+            return f"({_any(self._text(write_gemma(value)) for value in values)})"
         if options := get_options(schema, depth):
             each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
-            return f"({' | '.join(each)})"
+            return f"({_any(each)})"
         if "string" in types or not types:
             return f"{self._text(_QUOTE)} {self._raw(rule, _QUOTE, schema)}"
-        inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
-        if not isinstance(inner, Mapping) or depth > MAX_DEPTH:
+        inner = _get_inner(schema, types)
+        if inner is None or depth > MAX_DEPTH:
             return self._add_rule(rule, self._json_within(schema, root))
         if types == {"array"}:
             self._add(f"{rule}_item", self._gemma(f"{rule}_item", inner, root, depth + 1))
@@ -308,8 +284,18 @@ class _Grammar:
         """An argument of any name."""
         form = self._form
         opening, closing = self._text(form.key_opening), self._text(form.key_closing, kind="string")
-        raw = self._raw(f"{rule}_free", form.value_closing.replace(KEY, ""), {})
+        raw = self._raw(f"{rule}_free", form.value_closing.replace(Slot.KEY, ""), {})
         return f"{opening} /[a-zA-Z0-9_]{{1,64}}/ {closing} {raw}"
+
+
+def _any(rules: Iterable[str]) -> str:
+    return " | ".join(rules)
+
+
+def _get_inner(schema: Mapping[str, Any], types: frozenset[str]) -> Mapping[str, Any] | None:
+    """The schemas of an object's properties, or that of a list's items."""
+    inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
+    return inner if isinstance(inner, Mapping) else None
 
 
 def get_options(schema: Mapping[str, Any], depth: int) -> list[Any]:
@@ -337,13 +323,8 @@ def join_optional(items: Sequence[tuple[str, bool]], comma: str) -> str:
     for at, (rule, required) in enumerate(items):
         starts.append(" ".join([rule, *rest[at + 1 :]]))
         if required:
-            return f"({' | '.join(starts)})"
-    return f"({' | '.join(starts)})?" if starts else ""
-
-
-def is_closed(schema: Mapping[str, Any]) -> bool:
-    """A schema without properties that allows no arguments at all."""
-    return forbid_extra_arguments(schema).get("additionalProperties") is False
+            return f"({_any(starts)})"
+    return f"({_any(starts)})?" if starts else ""
 
 
 def forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -362,10 +343,6 @@ def relocate(schema: Any, place: str) -> Any:
             for key, value in schema.items()
         }
     return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema
-
-
-def _escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _escape_regex(text: str) -> str:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 from cllm.text.argument_values import (
     GEMMA_QUOTE,
     NO_VALUE,
-    dump,
+    convert,
     parse_gemma,
     parse_json,
     parse_literal,
 )
-from cllm.text.chat_format import (
-    ARGUMENTS,
-    NAME,
-    CallFormat,
-    CallStyle,
-)
+from cllm.text.chat_format import CallFormat, CallStyle, Slot, dump_json, first_piece, split_slots
+from cllm.text.detokenizer import count_possible
+from cllm.text.json_schema import get_property, get_types
 
 MAX_NAME = 256  # characters of a name, and of what stands between a name and its arguments
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters", "args")
 KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+Schemas = Mapping[str, Mapping[str, Any]]  # of parameters, by the tool's name
 
 
 class CallParser:
@@ -59,7 +60,7 @@ class CallParser:
 
 
 class _Wants(Enum):
-    """What the parser of an object expects next."""
+    """The next part of an object."""
 
     OBJECT = "{"
     KEY = "a key, a comma or }"
@@ -76,16 +77,16 @@ class ObjectCallParser(CallParser):
         """With a known `name`, only the object of the arguments is read."""
         super().__init__(name)
         keys = form.keys if form is not None else ()
-        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == NAME))
-        self._name_is_key = any(key == NAME for key, _ in keys)
-        self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == ARGUMENTS != key))
+        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == Slot.NAME))
+        self._name_is_key = any(key == Slot.NAME for key, _ in keys)
+        self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == Slot.ARGUMENTS != key))
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
         self._wants, self._key = (_Wants.OBJECT, "") if name is None else (_Wants.VALUE, ARGUMENT_KEYS[0])
         self.foreign = False  # it has a key that no tool call has
         self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
-        self._wrapped = 0  # objects around the one that is read: {"function": {"name": …}}
+        self._wrapped = False  # it is in another object: {"function": {"name": …}}
         self._in_string = False
         self._escaped = False
         self._raw: list[str] = []
@@ -105,84 +106,76 @@ class ObjectCallParser(CallParser):
         return "".join(self._raw)
 
     def _read(self, character: str) -> None:
-        if self._wants is _Wants.KEY_END:
-            self._part.append(character)
-            if self._string_ends(character):
-                self._end_key(str(parse_json(self._part)))
-        elif self._wants is _Wants.VALUE_END:
-            self._read_value(character)
+        wants = self._wants
+        if wants in (_Wants.KEY_END, _Wants.VALUE_END):
+            self._read_part(character)
         elif character.isspace():
             return
-        elif self._wants is _Wants.VALUE:
+        elif wants is _Wants.VALUE:
             self._start_value(character)
-        elif self._wants is _Wants.OBJECT and character == "{":
+        elif wants is _Wants.OBJECT and character == "{":
             self._wants = _Wants.KEY
-        elif self._wants is _Wants.COLON and character == ":":
+        elif wants is _Wants.COLON and character == ":":
             self._wants = _Wants.VALUE
-        elif self._wants is _Wants.KEY and character == '"':
-            self._part, self._in_string, self._wants = [character], True, _Wants.KEY_END
-        elif self._wants is _Wants.KEY and character == "}":
+        elif wants is _Wants.KEY and character == '"':
+            self._start_part(character, _Wants.KEY_END)
+        elif wants is _Wants.KEY and character == "}":
             self._end_object()
-        elif not (self._wants is _Wants.KEY and character == ","):
+        elif not (wants is _Wants.KEY and character == ","):
             self.failed = True
-
-    def _end_key(self, key: str) -> None:
-        self._key, self._wants = key, _Wants.COLON
-        if self._name_is_key and self.name is None:
-            self.name, self._key = key, ARGUMENT_KEYS[0]
-        self.foreign = self.foreign or self._key not in self._known
 
     def _start_value(self, character: str) -> None:
         if character == "{" and self._key in self._name_keys and not self._wrapped:
-            self._wrapped, self._wants = 1, _Wants.KEY
-            return
-        self._part, self._nesting, self._wants = [], 0, _Wants.VALUE_END
-        self._read_value(character)
+            self._wrapped, self._wants = True, _Wants.KEY
+        else:
+            self._start_part(character, _Wants.VALUE_END)
 
-    def _read_value(self, character: str) -> None:
+    def _start_part(self, character: str, wants: _Wants) -> None:
+        self._part, self._nesting, self._wants = [], 0, wants
+        self._read_part(character)
+
+    def _read_part(self, character: str) -> None:
+        """A character of a key or a value."""
         if not self._in_string and self._nesting == 0 and self._part and character in ",}":
-            self._end_value()  # a literal or number ends before the character that follows it
+            self._end_part()  # a literal or number ends before the character that follows it
             if character == "}":
                 self._end_object()
             return
         self._part.append(character)
-        ended = False
-        if self._in_string:
-            ended = self._string_ends(character) and self._nesting == 0
+        closes = not self._in_string and character in "}]"
+        if self._escaped or (self._in_string and character == "\\"):
+            self._escaped = not self._escaped
         elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._nesting += 1
-        elif character in "}]":
-            self._nesting -= 1
-            ended = self._nesting <= 0
-        if self._key in self._argument_keys and self._part[0] != '"':
+            closes, self._in_string = self._in_string, not self._in_string
+        elif not self._in_string:
+            self._nesting += (character in "{[") - (character in "}]")
+        is_argument = self._wants is _Wants.VALUE_END and self._key in self._argument_keys
+        if is_argument and self._part[0] != '"':
             self._arguments.append(character)
-        if ended:
-            self._end_value()
+        if closes and self._nesting <= 0:
+            self._end_part()
 
-    def _end_value(self) -> None:
+    def _end_part(self) -> None:
+        value = parse_json("".join(self._part))
+        if self._wants is _Wants.KEY_END:
+            self._end_key(value if isinstance(value, str) else "")
+            return
         self._wants = _Wants.KEY
         self.done = self._arguments_only
-        value = parse_json(self._part)
         if self._key in self._name_keys and isinstance(value, str):
             self.name = value
         elif self._key in self._argument_keys and isinstance(value, str):
             self._arguments.append(value)  # some models write the arguments as a string of JSON
 
+    def _end_key(self, key: str) -> None:
+        self._key, self._wants = key, _Wants.COLON
+        if key and self._name_is_key and self.name is None:
+            self.name, self._key = key, ARGUMENT_KEYS[0]
+        self.foreign = self.foreign or self._key not in self._known
+
     def _end_object(self) -> None:
         self.done = not self._wrapped
-        self._wrapped = 0
-
-    def _string_ends(self, character: str) -> bool:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
-            return True
-        return False
+        self._wrapped = False
 
 
 class NamedParser(CallParser):
@@ -317,5 +310,128 @@ class LiteralCallParser(NamedParser):
             return
         value = parse_literal(text) if self._python else parse_gemma(text)
         comma = ", " if self._count else ""
-        self._arguments.append(f"{comma}{dump(self._key)}: {dump(text if value is NO_VALUE else value)}")
+        written = dump_json(text if value is NO_VALUE else value)
+        self._arguments.append(f"{comma}{dump_json(self._key)}: {written}")
         self._key, self._count = None, self._count + 1
+
+
+class TaggedCallParser(NamedParser):
+    """A name, then arguments of a key and a value each, in tags."""
+
+    def __init__(self, form: CallFormat, schemas: Schemas) -> None:
+        super().__init__(form)
+        self._form = form
+        self._schemas = schemas
+        self._opening = form.key_opening.strip()
+        ends = (form.closing, form.section_closing, form.opening, form.section_opening)
+        self._ends = tuple(part for end in ends if (part := first_piece(end)))
+        self._typed = Slot.TYPE in form.key_closing
+        literals = split_slots(form.key_closing)[::2]
+        self._key_ends = [part for literal in literals if (part := literal.strip())]
+        self._blank = form.key_closing[len(form.key_closing.rstrip()) :]  # before a value
+        self._key: str | None = None
+        self._closing = ""  # of the value
+        self._types: frozenset[str] = frozenset()
+        self._property: tuple[Any, Mapping[str, Any]] = {}, {}  # its schema, and the tool's
+        self._value: list[str] | None = None  # being read
+        self._streams = False  # the value is a string that is passed on as it comes
+        self._count = 0
+
+    def _step(self) -> bool:
+        if self._value is not None:
+            return self._read_value()
+        return self._read_key() if self._key is not None else self._read_gap()
+
+    def end(self) -> None:
+        if self.name is not None and self._value is None and self._key is None:
+            self._arguments.append("}" if self._count else "{}")
+
+    def _read_gap(self) -> bool:
+        """To the next key, or to the end of the call."""
+        marks = (self._opening, *self._ends)
+        found = [(at, -len(mark), mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            self._buffer = self._buffer[len(self._buffer) - count_possible(self._buffer, marks) :]
+            return False
+        at, _, mark = min(found)
+        self._buffer = rest = self._buffer[at:]
+        if any(len(other) > len(mark) and other.startswith(rest) for other in marks):
+            return False
+        if mark == self._opening:
+            self._buffer, self._key = rest[len(mark) :], ""
+            return True
+        self._arguments.append("}" if self._count else "{}")
+        self.done = True
+        return False
+
+    def _read_key(self) -> bool:
+        text, words = self._buffer, []
+        for end in self._key_ends:
+            word, found, text = text.partition(end)
+            if not found:
+                self.failed = len(text) + len(word) > 4 * MAX_NAME
+                return False
+            words.append(word.strip())
+        if self._blank and (not text or (self._blank.startswith(text) and text != self._blank)):
+            return False
+        text = text.removeprefix(self._blank)
+        if self._form.cdata and len(text) < len(CDATA) and CDATA.startswith(text):
+            return False
+        self._start_value(words[0], words[1] if self._typed and len(words) > 1 else "")
+        self._buffer = text
+        if self._form.cdata and text.startswith(CDATA):
+            self._buffer, self._closing = text[len(CDATA) :], CDATA_END + self._closing
+        return True
+
+    def _start_value(self, key: str, word: str) -> None:
+        self._key, self._value = key, []
+        self._closing = self._form.value_closing.replace(Slot.KEY, key).rstrip()
+        kinds = frozenset(kind for kind, written in self._form.types if written == word)
+        schema = self._schemas.get(self.name or "", {})
+        self._property = get_property(schema, key), schema
+        self._types = kinds or get_types(*self._property)
+        self._streams = self._types == {"string"}
+        comma = ", " if self._count else "{"
+        self._arguments.append(f"{comma}{dump_json(key)}: " + ('"' if self._streams else ""))
+        self._count += 1
+
+    def _read_value(self) -> bool:
+        assert self._value is not None
+        closing = self._closing.lstrip()
+        text, found, rest = self._buffer.partition(closing)
+        blanks = self._closing[: len(self._closing) - len(closing)]
+        if found:
+            text = text.removesuffix(blanks)
+        else:
+            kept = count_possible(text, [self._closing, closing])
+            kept = max(kept, len(blanks) if blanks and text.endswith(blanks) else 0)
+            text, rest = text[: len(text) - kept], text[len(text) - kept :]
+        if found and not self._is_whole(text):
+            self._value.append(self._buffer[: len(self._buffer) - len(rest)])
+            self._buffer = rest
+            return True
+        self._buffer = rest
+        if self._streams:
+            self._arguments.append(dump_json(text)[1:-1])
+        else:
+            self._value.append(text)
+        if not found:
+            return False
+        written = "".join(self._value)
+        value = '"' if self._streams else convert(written, self._types, self._form.nested, *self._property)
+        self._arguments.append(value)
+        self._value = self._key = None
+        return True
+
+    def _is_whole(self, text: str) -> bool:
+        """True where the closing after this text ends the value.
+
+        A closing may also stand in a string of JSON, or belong to a tag of the same name.
+        """
+        if "string" in self._types or not self._types:
+            return True
+        written, nested = "".join((*(self._value or ()), text)), self._form.nested
+        if nested and nested in written:
+            return written.count(f"{nested}<{self._key}>") <= written.count(self._closing.lstrip())
+        quotes = re.findall(r'(?<!\\)(?:\\\\)*"', written)  # that begin or end a string
+        return written.lstrip()[:1] not in '{["' or len(quotes) % 2 == 0

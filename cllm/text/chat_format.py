@@ -7,14 +7,20 @@ constrains calls to it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-# Slots: characters of private use. In a marker they stand for what differs from call to call.
-NAME, ARGUMENTS, ID, INDEX, KEY, TYPE = "\ue010\ue011\ue012\ue013\ue014\ue015"
+
+class Slot:
+    """Characters of private use. In a marker they stand for what differs from call to call."""
+
+    NAME, ARGUMENTS, ID, INDEX, KEY, TYPE = "\ue010\ue011\ue012\ue013\ue014\ue015"
+
+
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -60,7 +66,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     before: str = ""  # blanks between a text and the calls that follow it
     other_openings: tuple[str, ...] = ()  # markers that start calls as well
     # Of JSON: its keys in order, each with a slot or a constant (JSON text).
-    keys: tuple[tuple[str, str], ...] = (("name", NAME), ("arguments", ARGUMENTS))
+    keys: tuple[tuple[str, str], ...] = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
     compact: bool = False  # JSON without blanks
     after_name: str = ""  # of NAMED and TAGGED
     # Of TAGGED: an argument is key_opening, key, key_closing, value, value_closing.
@@ -75,7 +81,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def start(self) -> str:
         """The text that starts calls, up to the first slot."""
-        return first_literal(self.section_opening + self.opening)
+        return split_slots(self.section_opening + self.opening)[0]
 
     @property
     def bare(self) -> bool:
@@ -102,7 +108,6 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     # What the template takes.
     takes_tools: bool = False  # it describes tools to the model
     writes_calls: bool = False  # it writes the calls of earlier messages
-    argument_text: bool = False  # arguments as JSON text; else as an object
     one_call: bool = False  # one call a message
     reasoning_field: str = ""  # the field of a message that holds reasoning; "parts": a part of its content
     # Of the vocabulary: control tokens in the markers by their text, and the tokens around reasoning.
@@ -138,17 +143,7 @@ GENERIC = ChatFormat()
 
 def split_slots(marker: str) -> list[str]:
     """The literals of a marker and, between them, its slots."""
-    parts = [""]
-    for character in marker:
-        if character in (NAME, ARGUMENTS, ID, INDEX, KEY, TYPE):
-            parts += [character, ""]
-        else:
-            parts[-1] += character
-    return parts
-
-
-def first_literal(marker: str) -> str:
-    return split_slots(marker)[0]
+    return re.split("([\ue010-\ue015])", marker)
 
 
 def first_piece(marker: str) -> str:
@@ -156,7 +151,7 @@ def first_piece(marker: str) -> str:
     return split_slots(marker.strip())[0].partition("\n")[0].strip()
 
 
-class Call(msgspec.Struct, frozen=True):
+class WrittenCall(msgspec.Struct, frozen=True):
     """A tool call to be written."""
 
     name: str
@@ -164,7 +159,7 @@ class Call(msgspec.Struct, frozen=True):
     id: str = ""
 
 
-def write_calls(form: CallFormat, calls: Sequence[Call]) -> str:
+def write_calls(form: CallFormat, calls: Sequence[WrittenCall]) -> str:
     """Calls as the model writes them."""
     written = (
         _fill(form.opening, call, number) + write_call(form, call, number) + _fill(form.closing, call, number)
@@ -173,12 +168,13 @@ def write_calls(form: CallFormat, calls: Sequence[Call]) -> str:
     return form.section_opening + form.between.join(written) + form.section_closing
 
 
-def write_call(form: CallFormat, call: Call, number: int = 0) -> str:
+def write_call(form: CallFormat, call: WrittenCall, number: int = 0) -> str:
     """One call, without its opening and closing."""
     if form.style is CallStyle.JSON:
-        values = {NAME: call.name, ARGUMENTS: call.arguments, ID: call.id, INDEX: str(number)}
+        arguments = {Slot.ARGUMENTS: call.arguments, Slot.NAME: call.name}
+        values: dict[str, Any] = {**arguments, Slot.ID: call.id, Slot.INDEX: str(number)}
         filled = {
-            (call.name if key == NAME else key): values[slot] if slot in values else json.loads(slot)
+            (call.name if key == Slot.NAME else key): values[slot] if slot in values else json.loads(slot)
             for key, slot in form.keys
         }
         return dump_json(filled, compact=form.compact)
@@ -194,16 +190,16 @@ def write_call(form: CallFormat, call: Call, number: int = 0) -> str:
     return name + form.between_values.join(_write_argument(form, key, value) for key, value in items)
 
 
-def _fill(marker: str, call: Call, number: int) -> str:
-    return marker.replace(NAME, call.name).replace(ID, call.id).replace(INDEX, str(number))
+def _fill(marker: str, call: WrittenCall, number: int) -> str:
+    return marker.replace(Slot.NAME, call.name).replace(Slot.ID, call.id).replace(Slot.INDEX, str(number))
 
 
 def _write_argument(form: CallFormat, key: str, value: Any) -> str:
     written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    closing = form.key_closing.replace(TYPE, dict(form.types).get(get_type(value), ""))
+    closing = form.key_closing.replace(Slot.TYPE, dict(form.types).get(get_type(value), ""))
     if form.nested and isinstance(value, dict | list):
         written = _write_tags(form.nested, value)
-    return f"{form.key_opening}{key}{closing}{written}{form.value_closing.replace(KEY, key)}"
+    return f"{form.key_opening}{key}{closing}{written}{form.value_closing.replace(Slot.KEY, key)}"
 
 
 def _write_tags(mark: str, value: Any) -> str:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -274,8 +274,6 @@ def read_template(given: str) -> str:
 
     Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
-    from cllm.text.builtin_templates import BUILTIN_TEMPLATES  # not where requests are taken
-
     if given in BUILTIN_TEMPLATES:
         return BUILTIN_TEMPLATES[given]
     name, source = "(inline)", given
@@ -308,3 +306,87 @@ def read_template(given: str) -> str:
 
 def _is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
+
+
+# Built-in templates, by llama.cpp's names for them: for models that carry none ------------------------------
+
+
+class _Turns(NamedTuple):
+    """Texts around each message. System text belongs to the turn of the user after it."""
+
+    system: str
+    user: str
+    assistant: str
+    opening: str = ""  # of the answer
+    begin: str = ""  # before a system or user message that begins a turn
+    trim: bool = False
+
+    def template(self) -> str:
+        """As Jinja."""
+        text = "message.content | trim" if self.trim else "message.content"
+
+        def write(form: str) -> str:
+            before, after = form.split("{}")
+            return f"{{{{ {json.dumps(before)} ~ ({text}) ~ {json.dumps(after)} }}}}"
+
+        return (
+            "{% set turn = namespace(open=false) %}{% for message in messages %}"
+            "{% if message.role == 'assistant' %}" + write(self.assistant) + "{% else %}"
+            f"{{% if not turn.open %}}{{{{ {json.dumps(self.begin)} }}}}{{% endif %}}"
+            "{% set turn.open = message.role == 'system' %}"
+            "{% if turn.open %}" + write(self.system) + "{% else %}" + write(self.user) + "{% endif %}"
+            "{% endif %}{% endfor %}"
+            f"{{% if add_generation_prompt %}}{{{{ {json.dumps(self.opening)} }}}}{{% endif %}}"
+        )
+
+
+def _same(form: str, roles: str = "system user assistant", trim: bool = False) -> _Turns:
+    """Messages that differ in the name of their role only."""
+    system, user, assistant = (form.replace("ROLE", role) for role in roles.split())
+    return _Turns(system, user, assistant, assistant.split("{}")[0], trim=trim)
+
+
+_END = "<｜end▁of▁sentence｜>"
+_COMMAND = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
+_OPENCHAT = "GPT4 Correct Assistant:"
+_TURNS = {
+    "chatml": _same("<|im_start|>ROLE\n{}<|im_end|>\n"),
+    "command-r": _same(_COMMAND, "SYSTEM USER CHATBOT", trim=True),
+    "deepseek": _Turns("{}", "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "### Response:\n"),
+    "deepseek2": _Turns("{}\n\n", "User: {}\n\n", "Assistant: {}" + _END, "Assistant:"),
+    "deepseek3": _Turns("{}\n\n", "<｜User｜>{}", "<｜Assistant｜>{}" + _END, "<｜Assistant｜>"),
+    "exaone3": _Turns(
+        *("[|system|]{}[|endofturn|]\n", "[|user|]{}\n", "[|assistant|]{}[|endofturn|]\n"),
+        opening="[|assistant|]",
+        trim=True,
+    ),
+    "falcon3": _same("<|ROLE|>\n{}\n"),
+    "gemma": _Turns(
+        *("{}\n\n", "{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"),
+        opening="<start_of_turn>model\n",
+        begin="<start_of_turn>user\n",
+        trim=True,
+    ),
+    "granite": _same("<|start_of_role|>ROLE<|end_of_role|>{}<|end_of_text|>\n"),
+    "llama2": _Turns("{}\n", "{} [/INST]", "{}</s>", begin="[INST] "),
+    "llama2-sys": _Turns("<<SYS>>\n{}\n<</SYS>>\n\n", "{} [/INST]", "{}</s>", begin="[INST] "),
+    "llama3": _same("<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>", trim=True),
+    "mistral-v1": _Turns("{}\n\n", "{} [/INST]", " {}</s>", begin=" [INST] "),
+    "mistral-v3": _Turns("{}\n\n", "{}[/INST]", " {}</s>", begin="[INST] "),
+    "mistral-v3-tekken": _Turns("{}\n\n", "{}[/INST]", "{}</s>", begin="[INST]"),
+    "mistral-v7": _Turns("[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}</s>"),
+    "mistral-v7-tekken": _Turns("[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}</s>"),
+    "openchat": _Turns(
+        "{}<|end_of_turn|>",
+        "GPT4 Correct User: {}<|end_of_turn|>",
+        f"{_OPENCHAT} {{}}<|end_of_turn|>",
+        _OPENCHAT,
+    ),
+    "phi3": _same("<|ROLE|>\n{}<|end|>\n"),
+    "phi4": _same("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),
+    "vicuna": _Turns("{}\n\n", "USER: {}\n", "ASSISTANT: {}</s>\n", "ASSISTANT:"),
+    "vicuna-orca": _Turns("SYSTEM: {}\n", "USER: {}\n", "ASSISTANT: {}</s>\n", "ASSISTANT:"),
+    "zephyr": _same("<|ROLE|>\n{}<|endoftext|>\n"),
+}
+
+BUILTIN_TEMPLATES = {name: turns.template() for name, turns in _TURNS.items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cllm.text.chat_format import INDEX, NAME, TYPE, CallFormat, CallStyle, ChatFormat
+from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot
 
 _HARMONY = "<|start|>assistant"
 _MUSE = "<|start|>assistant to="
+_TYPES = ("string", "number", "boolean", "object", "array", "null")
 
 # By a text that the template renders.
 DECLARED: tuple[tuple[str, ChatFormat], ...] = (
@@ -48,7 +49,7 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
             exact=True,
             calls=CallFormat(
                 style=CallStyle.TAGGED,
-                opening=f'{_MUSE}{NAME}<|message|><atem:function_calls>\n<atem:invoke name="',
+                opening=f'{_MUSE}{Slot.NAME}<|message|><atem:function_calls>\n<atem:invoke name="',
                 after_name='">\n',
                 key_opening='<atem:parameter name="',
                 key_closing='">',
@@ -75,21 +76,13 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
                 section_opening="<|open|>tools<|sep|>",
                 section_closing="<|close|>tools<|sep|>",
                 opening='<|open|>call tool="',
-                after_name=f'" index="{INDEX}"<|sep|>',
+                after_name=f'" index="{Slot.INDEX}"<|sep|>',
                 key_opening='<|open|>argument key="',
-                key_closing=f'" type="{TYPE}"<|sep|>',
+                key_closing=f'" type="{Slot.TYPE}"<|sep|>',
                 value_closing="<|close|>argument<|sep|>",
                 closing="<|close|>call<|sep|>",
                 between="",
-                types=(
-                    ("string", "string"),
-                    ("integer", "number"),
-                    ("number", "number"),
-                    ("boolean", "boolean"),
-                    ("object", "object"),
-                    ("array", "array"),
-                    ("null", "null"),
-                ),
+                types=(*((kind, kind) for kind in _TYPES), ("integer", "number")),
             ),
             takes_tools=True,
             writes_calls=True,
@@ -105,7 +98,6 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
             calls=CallFormat(style=CallStyle.NAMED, opening=">>>", after_name="\n", between=""),
             takes_tools=True,
             writes_calls=True,
-            argument_text=True,
         ),
     ),
 )
@@ -125,13 +117,3 @@ DESCRIBED: tuple[tuple[str, CallFormat], ...] = (
     ),  # Granite
     ("<tool_call>", CallFormat(opening="<tool_call>\n", closing="\n</tool_call>", before="\n")),  # Hermes
 )
-
-
-def declared_format(rendered: str) -> ChatFormat | None:
-    """The declared format of a template that renders these texts, or None."""
-    return next((declared for mark, declared in DECLARED if mark in rendered), None)
-
-
-def described_calls(rendered: str) -> CallFormat | None:
-    """The calls of a template that describes tools with these texts, or None."""
-    return next((calls for mark, calls in DESCRIBED if mark in rendered), None)

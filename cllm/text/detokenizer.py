@@ -54,3 +54,9 @@ def count_possible(text: str, marks: Sequence[str]) -> int:
         if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
+
+
+def count_common(first: str, second: str) -> int:
+    """Length of the common beginning of two texts."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -8,32 +8,110 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from cllm.text.chat_format import (
-    ARGUMENTS,
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    TYPE,
-    CallFormat,
-    CallStyle,
-    ChatFormat,
-    Tool,
-)
-from cllm.text.declared_formats import declared_format, described_calls
-from cllm.text.format_probe import FIELDS, IDS, KEYS, NAMES, REASON, TEXT, TYPED, VALUES, Probe, Render
+from cllm.errors import InvalidRequest
+from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot, Tool
+from cllm.text.declared_formats import DECLARED, DESCRIBED
+from cllm.text.detokenizer import count_common
 from cllm.text.output_parser import OutputParser, ToolCallStart
+
+Message = dict[str, Any]
+Render = Callable[..., str]
+USER, TEXT, REASON = "xquser", "xqtext", "xqreason"
+NAMES, IDS = ("xqtoola", "xqtoolb"), ("xqcalla01", "xqcallb02")
+KEYS, VALUES = ("xqkeya", "xqkeyb", "xqkeyc"), ("xqvala", "xqvalb", "xqvalc")
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+# One value of each JSON type; nothing of them is a word of the markers.
+TYPED: Mapping[str, Any] = {
+    "string": VALUES[0],
+    "integer": 90817,
+    "number": 908.17,
+    "boolean": True,
+    "object": {"xqdeep": VALUES[1]},
+    "array": [VALUES[1]],
+    "null": None,
+}
 
 _MARK = r"(?:\]<\]\w+\[>\[)?"  # MiniMax M3 has one before each tag
 _TAG = re.compile(rf"{_MARK}<[^<>\n\[\]]{{1,60}}>|\[/?[A-Z_]{{2,30}}\]")
 _LAST_TAG = re.compile(r"(?:<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\])[a-z]*\s*\Z")
 PYTHON_TAG = "<|python_tag|>"  # of Llama 3: also starts calls
 _replace = msgspec.structs.replace
+
+
+class TemplateProbe:
+    """Renders probe conversations; finds out on its way which messages the template takes."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self.argument_text = False
+        self._content: str | None = ""  # of messages that only call
+        self.tools = [_tool(name) for name in NAMES]
+        self._tools = tools = [tool.for_template() for tool in self.tools]
+        self.prompt = self._tail([], add_generation_prompt=True)
+        self.text = self.saying(TEXT)
+        self.takes_tools = NAMES[0] in (self._try([], tools=tools) or "").replace(USER, "")
+        self.call, self.calls = self._find_calls()
+        self.one_call = not self.calls
+
+    def _find_calls(self) -> tuple[str, str]:
+        for self.argument_text in (False, True):
+            for self._content in ("", None):
+                call = self.calling(1)
+                if NAMES[0] in call and call.count('\\"') == 0:
+                    calls = self.calling(2)
+                    return call, calls if NAMES[1] in calls else ""
+        self.argument_text, self._content = False, ""
+        return "", ""
+
+    def calling(self, count: int, **fields: Any) -> str:
+        """A message of one or two calls."""
+        arguments = ({KEYS[0]: VALUES[0], KEYS[1]: VALUES[1]}, {KEYS[2]: VALUES[2]})
+        calls = [self._call(number, arguments[number]) for number in range(count)]
+        return self.saying(**{"content": self._content, "tool_calls": calls, **fields})
+
+    def calling_with(self, arguments: Mapping[str, Any]) -> str:
+        """A message of one call with other arguments."""
+        return self.saying(self._content, tool_calls=[self._call(0, arguments)])
+
+    def saying(self, content: Any, **fields: Any) -> str:
+        """A message of the assistant."""
+        return self._tail([{"role": "assistant", "content": content, **fields}])
+
+    def _call(self, number: int, arguments: Mapping[str, Any]) -> Message:
+        given = json.dumps(arguments) if self.argument_text else dict(arguments)
+        function = {"name": NAMES[number], "arguments": given}
+        return {"id": IDS[number], "type": "function", "function": function}
+
+    def _tail(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text after the user's word; empty where the template refuses."""
+        rendered = self._try(messages, tools=self._tools, **options) or self._try(messages, **options) or ""
+        return rendered.rpartition(USER)[2]
+
+    def _try(self, messages: Sequence[Message], **options: Any) -> str:
+        given = {"messages": [{"role": "user", "content": USER}, *messages], "tools": None, **options}
+        given.setdefault("add_generation_prompt", False)
+        switches = {"enable_thinking": True, "thinking": True}
+        known = {"functions": json.dumps(given["tools"]), "datetime": "now", "date_string": "now"}
+        try:
+            return self._render(**{**known, **switches, **given})
+        except InvalidRequest:
+            return ""
+
+    @property
+    def rendered(self) -> str:
+        """Everything that a declared format may be chosen by."""
+        whole = self._try([], tools=self._tools, add_generation_prompt=True)
+        return "\n".join((whole, self.text, self.call, self.saying(TEXT, thinking=REASON)))
+
+
+def _tool(name: str) -> Tool:
+    properties = {key: {"type": "string", "description": "d"} for key in KEYS}
+    return Tool(name, "d", {"type": "object", "properties": properties, "required": [KEYS[0]]})
 
 
 class Underivable(Exception):
@@ -47,8 +125,8 @@ def derive_format(
 
     `tokens` are the control tokens by their text, `ends` the texts of those that end an answer.
     """
-    probe = Probe(render)
-    found = declared_format(probe.rendered) or _derive(probe)
+    probe = TemplateProbe(render)
+    found = next((known for mark, known in DECLARED if mark in probe.rendered), None) or _derive(probe)
     if found.calls.bare and PYTHON_TAG in (tokens or {}):
         found = _replace(found, calls=_replace(found.calls, other_openings=(PYTHON_TAG,)))
     found = _replace(found, calls=_without_ends(found.calls, ends))
@@ -67,33 +145,25 @@ def _without_ends(calls: CallFormat, ends: Collection[str]) -> CallFormat:
     return _replace(calls, **closings)
 
 
-def _derive(probe: Probe) -> ChatFormat:
+def _derive(probe: TemplateProbe) -> ChatFormat:
     try:
         calls = derive_calls(probe)
     except (Underivable, ValueError, LookupError):
         calls = None
-    found = ChatFormat(
-        takes_tools=probe.takes_tools,
-        writes_calls=bool(probe.call),
-        after_text=_find_after_text(probe),
-    )
-    if calls is None:
-        known = described_calls(probe.rendered) if found.takes_tools else None
-        return _add_reasoning(probe, _replace(found, calls=known) if known else found)
-    found = _replace(found, calls=calls, one_call=probe.one_call, argument_text=probe.argument_text)
-    return _add_text(probe, _add_reasoning(probe, found))
-
-
-def _find_after_text(probe: Probe) -> str:
-    """The blanks that the template writes after a text."""
     after = probe.text.partition(TEXT)[2]
-    return after[: len(after) - len(after.lstrip())]
+    blanks = after[: len(after) - len(after.lstrip())]
+    found = ChatFormat(takes_tools=probe.takes_tools, writes_calls=bool(probe.call), after_text=blanks)
+    if calls is None:
+        known = [known for mark, known in DESCRIBED if found.takes_tools and mark in probe.rendered]
+        return _add_reasoning(probe, _replace(found, calls=known[0]) if known else found)
+    found = _replace(found, calls=calls, one_call=probe.one_call)
+    return _add_text(probe, _add_reasoning(probe, found))
 
 
 # Calls ----------------------------------------------------------------------------------------------
 
 
-def derive_calls(probe: Probe) -> CallFormat:
+def derive_calls(probe: TemplateProbe) -> CallFormat:
     """The format of calls. Raises Underivable."""
     if not probe.call:
         raise Underivable
@@ -153,8 +223,8 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
         objects = [two[slice(*first)], two[slice(*second)]]
         pieces = [two[: first[0]], two[first[1] : second[0]], two[second[1] :]]
     parsed = [json.loads(text) for text in objects]
-    keys = tuple((NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
-    if not {NAME, ARGUMENTS} <= {part for pair in keys for part in pair}:
+    keys = tuple((Slot.NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
+    if not {Slot.NAME, Slot.ARGUMENTS} <= {part for pair in keys for part in pair}:
         raise Underivable
     compact = objects[0] == json.dumps(parsed[0], separators=(",", ":"))
     return CallFormat(style=CallStyle.JSON, keys=keys, compact=compact, **_frame(pieces))
@@ -163,14 +233,14 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
 def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
     value = objects[0][key]
     if value == NAMES[0]:
-        return NAME
+        return Slot.NAME
     if isinstance(value, Mapping) and KEYS[0] in value:
-        return ARGUMENTS
+        return Slot.ARGUMENTS
     if value == IDS[0]:
-        return ID
+        return Slot.ID
     if len(objects) > 1 and (second := objects[1].get(key)) != value:
         if str(value).isdigit() and str(second).isdigit():
-            return INDEX
+            return Slot.INDEX
         raise Underivable
     return json.dumps(value)
 
@@ -194,31 +264,33 @@ def _derive_named(one: str, two: str) -> CallFormat:
     return CallFormat(style=CallStyle.NAMED, after_name=after_name, compact=compact, **frame)
 
 
-def _derive_tagged(probe: Probe, one: str, two: str) -> CallFormat:
+def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
     """Arguments with a key and a value each, in any tags."""
     to_key = _between(one, NAMES[0], KEYS[0])
     to_value = _between(one, KEYS[0], VALUES[0])
     to_next = _between(one, VALUES[0], KEYS[1])
     end = one.partition(VALUES[1])[2]
     if to_key.strip() == "(" and to_value.strip() in ("='", '="'):
-        frame = _frame(_python_pieces(two or one))
-        return CallFormat(style=CallStyle.PYTHON, **frame)
+        pieces = re.split(r"xqtool[ab]\([^()]*\)", two or one)
+        return CallFormat(style=CallStyle.PYTHON, **_frame(pieces))
     if to_key.strip() == "{" and to_value.startswith(":"):
         pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
         return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
     nested = ""
-    keyed = [part.replace(key, KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
-    if KEY in keyed[0]:
-        nested = re.split(rf"</{KEY}>", keyed[0])[0]
+    keyed = [part.replace(key, Slot.KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
+    if Slot.KEY in keyed[0]:
+        nested = re.split(rf"</{Slot.KEY}>", keyed[0])[0]
     value_closing = _common_prefix(*keyed)
     key_opening = _common_suffix(to_key, keyed[0][len(value_closing) :])
     if not value_closing.strip() or not key_opening.strip():
         raise Underivable
     closing, types = _find_types(probe, to_value)
-    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], KEY)[len(value_closing) :]]
+    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], Slot.KEY)[len(value_closing) :]]
     if two:
         ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
-        cut = [end.replace(key, KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)]
+        cut = [
+            end.replace(key, Slot.KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)
+        ]
         frame_pieces = [two.partition(NAMES[0])[0], *cut]
     after_name = to_key[: len(to_key) - len(key_opening)]
     if two:
@@ -238,11 +310,7 @@ def _derive_tagged(probe: Probe, one: str, two: str) -> CallFormat:
     )
 
 
-def _python_pieces(text: str) -> list[str]:
-    return re.split(r"xqtool[ab]\([^()]*\)", text)
-
-
-def _find_types(probe: Probe, to_value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _find_types(probe: TemplateProbe, to_value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The marker between key and value, with a slot where it names the value's type."""
     closings: dict[str, str] = {}
     for kind, value in TYPED.items():
@@ -253,7 +321,7 @@ def _find_types(probe: Probe, to_value: str) -> tuple[str, tuple[tuple[str, str]
     if len(set(closings.values())) < 2 or "string" not in closings:
         return to_value, ()
     other = next(text for text in closings.values() if text != closings["string"])
-    start = _count_common(closings["string"], other)
+    start = count_common(closings["string"], other)
     start = to_value.rfind('"', 0, start) + 1 or start
     end = to_value.index('"', start)
     before, after = to_value[:start], to_value[end:]
@@ -262,7 +330,7 @@ def _find_types(probe: Probe, to_value: str) -> tuple[str, tuple[tuple[str, str]
         for kind, text in closings.items()
         if text.startswith(before) and text.endswith(after)
     }
-    return before + TYPE + after, tuple(words.items())
+    return before + Slot.TYPE + after, tuple(words.items())
 
 
 def _spellings(value: Any) -> list[str]:
@@ -273,11 +341,11 @@ def _spellings(value: Any) -> list[str]:
 
 def _frame(pieces: Sequence[str]) -> dict[str, Any]:
     """The markers around calls, from the text before the first call, between two, and after the last."""
-    first, *middle, last = (piece.replace(IDS[0], ID).replace(IDS[1], ID) for piece in pieces)
-    first, last = first.replace(NAMES[0], NAME), last.replace(NAMES[1], NAME)
+    first, *middle, last = (piece.replace(IDS[0], Slot.ID).replace(IDS[1], Slot.ID) for piece in pieces)
+    first, last = first.replace(NAMES[0], Slot.NAME), last.replace(NAMES[1], Slot.NAME)
     if not middle:
         return {"opening": first, "closing": last, "between": ""}
-    between = middle[0].replace(NAMES[1], NAME)
+    between = middle[0].replace(NAMES[1], Slot.NAME)
     closing = _common_prefix(between, last)
     opening = _common_suffix(first, between[len(closing) :])
     return {
@@ -310,7 +378,7 @@ def _move_blanks(found: CallFormat) -> CallFormat:
     return _replace(found, section_opening="", opening=opening, between=between)
 
 
-def _without_reasoning(probe: Probe, text: str) -> str:
+def _without_reasoning(probe: TemplateProbe, text: str) -> str:
     """The start of a message that calls, without the markers of no reasoning."""
     for field in FIELDS:
         rendered = probe.calling(1, **{field: REASON})
@@ -322,7 +390,7 @@ def _without_reasoning(probe: Probe, text: str) -> str:
     return text
 
 
-def _find_before(probe: Probe, found: CallFormat) -> str:
+def _find_before(probe: TemplateProbe, found: CallFormat) -> str:
     """The blanks between a text and the calls after it."""
     rendered = probe.calling(1, content=TEXT)
     _, said, rest = rendered.partition(TEXT)
@@ -334,7 +402,7 @@ def _find_before(probe: Probe, found: CallFormat) -> str:
 # Reasoning and text ---------------------------------------------------------------------------------
 
 
-def _add_reasoning(probe: Probe, found: ChatFormat) -> ChatFormat:
+def _add_reasoning(probe: TemplateProbe, found: ChatFormat) -> ChatFormat:
     for field in FIELDS:
         for rendered in (probe.saying(TEXT, **{field: REASON}), probe.calling(1, **{field: REASON})):
             if REASON in rendered:
@@ -346,7 +414,7 @@ def _add_reasoning(probe: Probe, found: ChatFormat) -> ChatFormat:
     return found
 
 
-def _with_reasoning(probe: Probe, found: ChatFormat, rendered: str) -> ChatFormat:
+def _with_reasoning(probe: TemplateProbe, found: ChatFormat, rendered: str) -> ChatFormat:
     before, _, after = rendered.partition(REASON)
     plain = probe.text.partition(TEXT)[0]
     opening = match.group() if (match := _LAST_TAG.search(before)) else ""
@@ -354,35 +422,31 @@ def _with_reasoning(probe: Probe, found: ChatFormat, rendered: str) -> ChatForma
     if not opening or (plain_tag and plain_tag.group().strip() == opening.strip()):
         header = _common_prefix(probe.prompt, rendered)
         opening = probe.prompt[len(header) :]  # the template itself opens the reasoning
-    ends = []
-    if TEXT in after:
-        ends.append(after.partition(TEXT)[0])
+    ends = [after.partition(TEXT)[0]] if TEXT in after else []
     start = found.calls.start.strip() if found.writes_calls else ""
-    calling = probe.calling(
-        1, **({found.reasoning_field: REASON} if found.reasoning_field != "parts" else {})
-    )
-    if start and REASON in calling and start in calling.partition(REASON)[2]:
-        ends.append(calling.partition(REASON)[2].partition(start)[0])
-    closing = _common_prefix(*ends) if len(ends) > 1 else (ends or [""])[0]
-    if len(ends) > 1 and ends[0].strip() == ends[1].strip():
-        closing = ends[0]  # they differ in blanks: those before a text count
+    fields = {found.reasoning_field: REASON} if found.reasoning_field != "parts" else {}
+    called = probe.calling(1, **fields).partition(REASON)[2]
+    if start and start in called:
+        ends.append(called.partition(start)[0])
+    closing = ends[0] if ends else ""
+    if len(ends) > 1 and ends[0].strip() != ends[1].strip():  # else those before a text count
+        closing = _common_prefix(*ends)
     if not closing.strip() or not opening.strip():
         return found
     return _replace(found, reasoning_openings=(opening,), reasoning_closings=(closing,), exact=True)
 
 
-def _add_text(probe: Probe, found: ChatFormat) -> ChatFormat:
+def _add_text(probe: TemplateProbe, found: ChatFormat) -> ChatFormat:
     """Markers around text, where the template writes them."""
     header = _common_prefix(probe.call, probe.text.partition(TEXT)[0])
-    opening = probe.text.partition(TEXT)[0][len(header) :]
+    before, _, end = probe.text.partition(TEXT)
+    opening = before[len(header) :]
     for closing in found.reasoning_closings:
         if closing.strip() in opening:
             opening = opening.rpartition(closing.strip())[2]
     if not opening.strip() or any(opening.strip() == mark.strip() for mark in found.reasoning_openings):
         return found
-    end = probe.text.partition(TEXT)[2]
-    turn_end = _common_suffix(end, probe.call)
-    closing = end[: len(end) - len(turn_end)]
+    closing = end[: len(end) - len(_common_suffix(end, probe.call))]
     closings = (closing,) if closing.strip() else ()
     return _replace(found, text_openings=(opening,), text_closings=closings)
 
@@ -400,37 +464,28 @@ def _between(text: str, first: str, second: str) -> str:
 
 def _join(markers: Sequence[str]) -> str:
     """One marker for several calls: what differs becomes a slot. Raises Underivable."""
-    slots = [marker.replace(call_id, ID) for marker, call_id in zip(markers, IDS, strict=False)]
+    slots = [marker.replace(call_id, Slot.ID) for marker, call_id in zip(markers, IDS, strict=False)]
     if len(set(slots)) == 1:
         return slots[0]
-    numbers = [re.sub(r"\d+", INDEX, marker) for marker in slots]
+    numbers = [re.sub(r"\d+", Slot.INDEX, marker) for marker in slots]
     if len(set(numbers)) > 1:
         raise Underivable
     return numbers[0]
 
 
-def _count_common(first: str, second: str) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
 def _common_prefix(first: str, second: str) -> str:
     """The common beginning of two texts, without half a tag."""
-    length = _count_common(first, second)
-    return first[: min(_tag_start(first, length), _tag_start(second, length))]
+    length = count_common(first, second)
+    return first[: min(_span_tag(text, length)[0] for text in (first, second))]
 
 
 def _common_suffix(first: str, second: str) -> str:
     """The common end of two texts, without half a tag."""
-    length = _count_common(first[::-1], second[::-1])
-    length = min(len(text) - _tag_end(text, len(text) - length) for text in (first, second))
+    length = count_common(first[::-1], second[::-1])
+    length = min(len(text) - _span_tag(text, len(text) - length)[1] for text in (first, second))
     return first[len(first) - length :]
 
 
-def _tag_start(text: str, at: int) -> int:
-    """The start of the tag that a place is inside of, or the place."""
-    return next((tag.start() for tag in _TAG.finditer(text) if tag.start() < at < tag.end()), at)
-
-
-def _tag_end(text: str, at: int) -> int:
-    return next((tag.end() for tag in _TAG.finditer(text) if tag.start() < at < tag.end()), at)
+def _span_tag(text: str, at: int) -> tuple[int, int]:
+    """Start and end of the tag that a place is inside of, or twice the place."""
+    return next((tag.span() for tag in _TAG.finditer(text) if tag.start() < at < tag.end()), (at, at))

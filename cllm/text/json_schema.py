@@ -1,13 +1,15 @@
-"""JSON schemas of structured output: closed objects, and the texts that a schema allows as an expression."""
+"""JSON schemas: the types and texts that they allow, their references, and objects closed for llguidance."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
+from cllm.text.chat_format import get_type
 from cllm.types import ConstraintKind, ConstraintSpec
 
 # Keywords that hold schemas: of the same value as the schema they stand in, and of parts of that value.
@@ -16,6 +18,8 @@ _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 
+MAX_NESTING = 64  # of a schema, a grammar or a literal
+MAX_CHAIN = 8  # references that lead from one to the next
 MAX_REFERENCES = 512  # of the schemas of one request: native code follows them in depth
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
@@ -36,6 +40,57 @@ _FORMATS = {
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # as in JSON schemas; in other dialects they mean more
 # What not every dialect has, or writes in this way.
 _ODD = re.compile(r"\\[0-9bBkpPuxc]|\(\?(?!:)|[*+?}]\+|(?<!\\)\{(?![0-9]+(,[0-9]*)?\})")
+
+
+def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; an empty set stands for any."""
+    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
+        return frozenset()
+    if isinstance(schema.get("$ref"), str):
+        return get_types(resolve(schema, root), root, depth + 1)
+    if "type" in schema:
+        given = schema["type"]
+        return frozenset(given if isinstance(given, list) else [given])
+    if (values := get_values(schema)) is not None:
+        return frozenset(map(get_type, values))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            types = [get_types(option, root, depth + 1) for option in schema[key]]
+            return frozenset().union(*types) if all(types) else frozenset()
+    return frozenset()
+
+
+def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a local reference means."""
+    for _ in range(MAX_CHAIN):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = _follow(root, reference) if "/" in reference else {}
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def get_property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return schema.get("additionalProperties") if found is None else found
+
+
+def get_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of `const` or `enum`; None where a schema has neither."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def count_nesting(source: str) -> int:
+    """How deep brackets are nested in a text."""
+    changes = ((character in "([{") - (character in ")]}") for character in source)
+    return max(accumulate(changes, initial=0))
+
+
+def escape_name(name: str) -> str:
+    """A name as it stands in a reference."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def get_text_expression(schema: Mapping[str, Any]) -> str:
@@ -87,7 +142,7 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
     written. In a grammar of a client `%json` may also stand in a literal, so what is no JSON there is left
     to the compiler, and its references are counted as text.
     """
-    field, source, found = spec.kind.field, spec.source, list[EmbeddedSchema]()
+    field, source, found = spec.field, spec.source, list[EmbeddedSchema]()
     places = [len(source) - len(source.lstrip())]
     if spec.kind is not ConstraintKind.JSON_SCHEMA:
         embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)
@@ -105,34 +160,36 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
                 continue
             raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None
         found.append(EmbeddedSchema(begin, end, schema))
-        references += count_references(schema)
+        references += _inspect(schema, field)
     if spec.kind is ConstraintKind.JSON_SCHEMA and source[found[0].end :].strip():
         raise InvalidRequest(f"{field}: the schema is not valid JSON: text follows it", field)
     if spec.kind is ConstraintKind.GRAMMAR:
-        references = max(references, len(_REFERENCE.findall(_unescape(source))))
+        plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+        references = max(references, len(_REFERENCE.findall(plain)))
     if references > MAX_REFERENCES:
         message = f"{references} references ($ref), the limit is {MAX_REFERENCES}: write some of them out"
         raise InvalidRequest(f"{field}: {message}", field)
-    for each in found:
-        _check_numbers(each.schema, field)
     return found
 
 
-def count_references(schema: Any) -> int:
-    """Count the references of a parsed schema, however they were spelled."""
-    count, left = 0, [schema]
+def _inspect(schema: Any, field: str) -> int:
+    """Count the references of a parsed schema, however they were spelled.
+
+    Raises InvalidRequest for a number that llguidance cannot write as it is.
+    """
+    references, left = 0, [(schema, False)]
     while left:
-        value = left.pop()
+        value, written = left.pop()  # a value, and if answers may have it
         if isinstance(value, Mapping):
-            count += len(value.keys() & _REFERENCES)
-            left += value.values()
+            references += len(value.keys() & _REFERENCES)
+            left += [(inner, written or key in ("const", "enum")) for key, inner in value.items()]
         elif isinstance(value, list):
-            left += value
-    return count
-
-
-def _unescape(source: str) -> str:
-    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+            left += [(inner, written) for inner in value]
+        elif isinstance(value, int | float) and (
+            value <= _MIN_NUMBER or (written and abs(value) > MAX_EXACT)
+        ):
+            raise InvalidRequest(f"{field}: {value} is beyond the numbers that can be written exactly", field)
+    return references
 
 
 def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> str:
@@ -147,18 +204,6 @@ def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> st
     except (ValueError, TypeError):
         return spec.source  # no schema: the compiler says why
     return "".join(parts) + spec.source[done:]
-
-
-def _check_numbers(schema: Any, field: str, *, written: bool = False) -> None:
-    """Raise InvalidRequest for a number that llguidance cannot write as it is; `written`: of an answer."""
-    if isinstance(schema, Mapping):
-        for key, inner in schema.items():
-            _check_numbers(inner, field, written=written or key in ("const", "enum"))
-    elif isinstance(schema, list):
-        for inner in schema:
-            _check_numbers(inner, field, written=written)
-    elif isinstance(schema, int | float) and (schema <= _MIN_NUMBER or (written and abs(schema) > MAX_EXACT)):
-        raise InvalidRequest(f"{field}: {schema} is beyond the numbers that can be written exactly", field)
 
 
 def close_objects(schema: Any) -> Any:
@@ -186,7 +231,7 @@ def find_combined(root: Any) -> set[str]:
         reference = schema.get("$ref")
         if is_part and isinstance(reference, str) and reference not in combined:
             combined.add(reference)
-            waiting.append((_resolve(root, reference), reference, True))
+            waiting.append((_follow(root, reference), reference, True))
         _map_schemas(schema, follow)
 
     while waiting:
@@ -199,7 +244,7 @@ def find_combined(root: Any) -> set[str]:
     return combined
 
 
-def _resolve(root: Any, reference: str) -> Any:
+def _follow(root: Any, reference: str) -> Any:
     """The schema at a local reference; None where there is none."""
     found = root
     for part in reference.split("/")[1:]:
@@ -258,9 +303,8 @@ def _map_schemas(schema: Mapping[str, Any], change: Callable[[Any, str, bool], A
         if isinstance(value, list):
             changed[key] = [change(each, f"{key}/{number}", same) for number, each in enumerate(value)]
         elif key in _BY_NAME and isinstance(value, Mapping):
-            escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
             changed[key] = {
-                name: change(each, f"{key}/{escaped[name]}", same) for name, each in value.items()
+                name: change(each, f"{key}/{escape_name(name)}", same) for name, each in value.items()
             }
         else:
             changed[key] = change(value, key, same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import secrets
@@ -10,18 +11,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
-from cllm.text.chat_format import GENERIC, ChatFormat
+from cllm.text.call_grammar import make_call_grammar
+from cllm.text.chat_format import GENERIC, ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
-from cllm.text.folding import Message, describe_tools, prepare, write_calls_as_text
-from cllm.types import HasBound, InfillTokens, Vocabulary
-
-if TYPE_CHECKING:
-    from cllm.text.template_probes import Folding
+from cllm.text.format_analysis import derive_format
+from cllm.text.message_rewrites import (
+    Message,
+    TemplateRewrites,
+    describe_tools,
+    prepare,
+    write_calls_as_text,
+)
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    HasBound,
+    InfillTokens,
+    Prompt,
+    ReasoningLimit,
+    ReasoningMarks,
+    Vocabulary,
+)
 
 log = logging.getLogger(__name__)
 CHATML = """\
@@ -30,29 +45,42 @@ CHATML = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 DERIVE_LIMIT_S = 2.0  # CPU time
-NO_FOLD = "folding its system texts, equal roles and tool calls into other messages did not help"
+NO_SHAPE = "merging its system texts, equal roles and tool calls into other messages did not help"
 # What templates call the switch of the reasoning, with the value that is off.
 OFF = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
 EFFORTS = ("reasoning_effort", "reasoning_strength", "thinking_effort")
 
 
-class Chat(msgspec.Struct, frozen=True):
+class Chat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A conversation for the chat template, and how the prompt goes on after it."""
 
     messages: tuple[dict[str, Any], ...]  # as the client sent them
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()  # those that may be called
+    forced: bool = False  # at least one must be called
+    parallel: bool = True  # one reply may have several calls
     options: dict[str, Any] = {}  # variables of the template
     prefill: str = ""  # the client's start of the answer
     think: bool = True  # False: reasoning that the template opens is closed
     thoughts: str = ""  # the client's start of the reasoning
-    opened: bool = False  # the prompt opens the reasoning of a model that would open it itself
+    reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
 
 
-class ChatPrompt(NamedTuple):
-    """The tokens of a conversation; `thinking`: they end inside the reasoning."""
+class RawText(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A raw prompt: texts and token ids, one after the other."""
 
-    tokens: list[int]
-    thinking: bool = False
+    pieces: tuple[str | int, ...]
+    add_special: bool = True  # at the beginning of a text that is the first piece
+    parse_special: bool = False  # True only where the client is trusted to write control tokens
+
+
+class PreparedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt, and what the template makes of the rest of the request."""
+
+    prompt: Prompt
+    thinking: bool = False  # the prompt ends inside the reasoning
+    constraint: ConstraintSpec | None = None
+    reasoning: ReasoningLimit | None = None
+    chat_format: ChatFormat | None = None  # None: it is no conversation
 
 
 class PromptBuilder:
@@ -61,11 +89,11 @@ class PromptBuilder:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
-        """`tool_template` is for conversations with tools, where the model has two. None: ChatML."""
+        """`tool_template` is for conversations with tools, where the model has two; the default is ChatML."""
         self._vocabulary = vocabulary
         self._template = template or ChatTemplate(CHATML)
         self._tool_template = tool_template or self._template
-        self._foldings: dict[ChatTemplate, Folding] = {}
+        self._rewrites: dict[ChatTemplate, TemplateRewrites] = {}
         self._formats: dict[ChatTemplate, ChatFormat] = {}
 
     @cached_property
@@ -75,15 +103,20 @@ class PromptBuilder:
         return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
 
     def describe(self, *, tools: bool) -> ChatFormat:
-        """How the model writes an answer, by the template of conversations with or without tools."""
+        """How the model writes an answer, by the template of conversations with or without tools.
+
+        It is derived once. A template that says nothing, or says it too slowly, has the generic format.
+        """
         template = self._tool_template if tools else self._template
         if template not in self._formats:
-            self._formats[template] = self._derive(template)
+            try:
+                self._formats[template] = self._derive(template)
+            except InvalidRequest as error:
+                log.warning("no tool-call format could be derived from the chat template: %s", error.code)
+                self._formats[template] = GENERIC
         return self._formats[template]
 
     def _derive(self, template: ChatTemplate) -> ChatFormat:
-        from cllm.text.format_analysis import derive_format  # only where templates are rendered
-
         started = time.thread_time()
         texts = {"bos_token": self._vocabulary.begin_text, "eos_token": self._vocabulary.end_text}
 
@@ -106,10 +139,65 @@ class PromptBuilder:
             closing_ids=tokenize(derived.reasoning_closings[0].strip()),
         )
 
-    def tokenize(self, chat: Chat, max_tokens: int = 0) -> ChatPrompt:
-        """Tokens of a conversation; they end where the assistant's message starts.
+    def prepare(
+        self,
+        chat: Chat,
+        form: ConstraintSpec | None,
+        max_tokens: int,
+        check: Callable[[ConstraintSpec], None],
+    ) -> PreparedPrompt:
+        """The prompt of a conversation, with the constraint and the limit of reasoning where they belong.
 
-        Raises ContextLengthExceeded before a text is tokenised that cannot have `max_tokens` tokens or fewer.
+        `form` is for the text of the answer: a forced call drops it. `check` compiles a constraint. Raises
+        InvalidRequest, ContextLengthExceeded.
+        """
+        known = self.describe(tools=bool(chat.tools))
+        if form is not None:
+            check(form)
+        constraint = self._constrain(chat, form, known, check)
+        constrained = constraint is not None and not constraint.triggers
+        tokens, thinking = self.tokenize(chat, max_tokens, opened=constrained)
+        if constraint is not None:
+            constraint = _place(constraint, known, thinking=thinking, forced=chat.forced)
+        limit = None
+        free = constraint is None or constraint.triggers
+        if chat.reasoning_budget is not None and free and known.closing_ids:
+            ids = {"opening": known.opening_ids, "closing": known.closing_ids}
+            limit = ReasoningLimit(budget=chat.reasoning_budget, inside=thinking, **ids)
+        return PreparedPrompt(Prompt(tuple(tokens)), thinking, constraint, limit, known)
+
+    def _constrain(
+        self,
+        chat: Chat,
+        form: ConstraintSpec | None,
+        known: ChatFormat,
+        check: Callable[[ConstraintSpec], None],
+    ) -> ConstraintSpec | None:
+        """The constraint on the whole answer: its form, the grammar of calls, or either of them."""
+        if chat.forced:
+            form = None
+        # Beside a schema calls stay possible; any other form is the whole answer's.
+        if not chat.tools or (form is not None and form.kind is not ConstraintKind.JSON_SCHEMA):
+            return form
+        free = form is None and not chat.forced
+        calls = make_call_grammar(known, chat.tools, parallel=chat.parallel, forced=not free)
+        if calls is None:
+            return form
+        constraint = calls if form is None else _make_either(calls, form)
+        try:
+            check(constraint)
+        except InvalidRequest:
+            if not constraint.triggers:
+                raise
+            log.debug("the schemas of the tools make no grammar: calls are not constrained")
+            return None
+        return constraint
+
+    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[list[int], bool]:
+        """Tokens of a conversation up to the assistant's message, and whether they end inside the reasoning.
+
+        `opened`: the prompt opens the reasoning of a model that would open it itself. Raises
+        ContextLengthExceeded before a text is tokenised that cannot have `max_tokens` tokens or fewer.
 
         The text of control tokens in client input is replaced by placeholders before the template renders,
         and restored as plain text afterwards. So no message can end its own turn.
@@ -124,7 +212,7 @@ class PromptBuilder:
         def safe(value: Any) -> Any:
             return _map_strings(value, lambda text: self._controls.sub(hide, text))
 
-        rendered, thinking = self._compose(chat, safe)
+        rendered, thinking = self._compose(chat, safe, opened=opened)
         parts = re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         check_length(self._vocabulary, parts, max_tokens)
@@ -134,20 +222,20 @@ class PromptBuilder:
                 tokens += self._vocabulary.tokenize(part, add_special=False, parse_special=False)
             elif part:
                 tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
-        return ChatPrompt(tokens, thinking)
+        return tokens, thinking
 
     def render(self, chat: Chat) -> str:
         """The prompt of a conversation as text. Raises InvalidRequest."""
         return self._compose(chat, lambda value: _map_strings(value, str))[0]
 
-    def _compose(self, chat: Chat, safe: Callable[[Any], Any]) -> tuple[str, bool]:
+    def _compose(self, chat: Chat, safe: Callable[[Any], Any], *, opened: bool = False) -> tuple[str, bool]:
         """The prompt, and whether it ends inside the reasoning; `safe` hides control tokens of a client."""
         rendered = self._render(chat, safe)
         known = self.describe(tools=bool(chat.tools))
         start, end = known.reasoning_openings[0], known.reasoning_closings[0]
         thinking = rendered.rstrip().endswith(start.strip())
         own = known.exact and known.reasoning_field and not (known.lead or known.text_openings)
-        if chat.opened and chat.think and own and not thinking and not chat.prefill:
+        if opened and chat.think and own and not thinking and not chat.prefill:
             closed = rendered.rstrip().endswith(end.strip())  # a switch of the template did
             rendered, thinking = rendered + start * (not closed), not closed
         if chat.thoughts:
@@ -161,21 +249,23 @@ class PromptBuilder:
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
         """Render; with the tools in words where the template takes none, or refuses these."""
-        folding = self._folding(self._tool_template if chat.tools else self._template)
+        rewrites = self._find_rewrites(self._tool_template if chat.tools else self._template)
         known = self.describe(tools=bool(chat.tools))
-        takes = known.takes_tools and folding.takes_tools and known.calls != GENERIC.calls
+        takes = known.takes_tools and rewrites.takes_tools and known.calls != GENERIC.calls
         if not chat.tools or not takes:
-            return self._fold(chat, safe, folding, in_words=bool(chat.tools))
+            return self._shape(chat, safe, rewrites, in_words=bool(chat.tools))
         try:
-            return self._fold(chat, safe, folding, in_words=False)
+            return self._shape(chat, safe, rewrites, in_words=False)
         except InvalidRequest:  # some templates fail on a type that a parameter has
             with contextlib.suppress(InvalidRequest):
-                return self._fold(chat, safe, folding, in_words=True)
+                return self._shape(chat, safe, rewrites, in_words=True)
             raise
 
-    def _fold(self, chat: Chat, safe: Callable[[Any], Any], folding: Folding, *, in_words: bool) -> str:
-        """Render with the folds that the template needs; with others as well, while it refuses."""
-        tools: Sequence[Mapping[str, Any]] = chat.tools
+    def _shape(
+        self, chat: Chat, safe: Callable[[Any], Any], rewrites: TemplateRewrites, *, in_words: bool
+    ) -> str:
+        """Render with the rewrites that the template needs; with others as well, while it refuses."""
+        tools: Sequence[Mapping[str, Any]] = [tool.for_template() for tool in chat.tools]
         template = self._tool_template if tools else self._template
         prepared = prepare(chat.messages)
         known = self.describe(tools=bool(tools))
@@ -186,21 +276,21 @@ class PromptBuilder:
             prepared = write_calls_as_text(prepared, known.calls)
         as_text = in_words and generic
         variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
-        variables["tools"] = variables["tools"] or folding.no_tools
+        variables["tools"] = variables["tools"] or rewrites.no_tools
         refusal = ""
-        for shape in folding.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
+        for shape in rewrites.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
             try:
                 rendered = template.attempt(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:
                 refusal = refusal or str(error)
             else:
                 if refusal:
-                    log.debug("a conversation was folded further than the template needs by itself")
+                    log.debug("a conversation was rewritten further than the template needs by itself")
                 return rendered
-        raise InvalidRequest(f"{refusal} ({NO_FOLD})", field="messages")
+        raise InvalidRequest(f"{refusal} ({NO_SHAPE})", field="messages")
 
     def _variables(self, tools: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What a template may read, as Transformers and llama.cpp give it."""
+        """Variables of a template, as Transformers and llama.cpp give them."""
         today = datetime.now()
         return {
             "enable_thinking": True,
@@ -215,15 +305,13 @@ class PromptBuilder:
             "eos_token": self._vocabulary.end_text,
         }
 
-    def _folding(self, template: ChatTemplate) -> Folding:
-        """Which folds a template needs; found once."""
-        if template not in self._foldings:
-            from cllm.text.template_probes import Folding  # only where templates are rendered
-
-            folding = Folding(lambda messages, tools: self._try(template, messages, tools))
-            log.debug("the chat template needs these folds: %s", ", ".join(folding.names) or "none")
-            self._foldings[template] = folding
-        return self._foldings[template]
+    def _find_rewrites(self, template: ChatTemplate) -> TemplateRewrites:
+        """Find the rewrites that a template needs, once."""
+        if template not in self._rewrites:
+            found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
+            log.debug("the chat template needs these rewrites: %s", ", ".join(found.names) or "none")
+            self._rewrites[template] = found
+        return self._rewrites[template]
 
     def _try(
         self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, **options: Any
@@ -242,12 +330,38 @@ class PromptBuilder:
         effort = options.get("reasoning_effort")
         if not isinstance(effort, str):
             return {**switches, **options}
-        question, tools = [{"role": "user", "content": ""}], self._folding(template).no_tools
+        question, tools = [{"role": "user", "content": ""}], self._find_rewrites(template).no_tools
         for value in _similar_efforts(effort, template.source):
             efforts = {**switches, **dict.fromkeys(EFFORTS, value)}
             if self._try(template, question, tools, **efforts) is not None:
                 return {**efforts, **options, "reasoning_effort": value}
         return {**switches, **{key: value for key, value in options.items() if key != "reasoning_effort"}}
+
+
+def _place(spec: ConstraintSpec, known: ChatFormat, *, thinking: bool, forced: bool) -> ConstraintSpec:
+    """The constraint in force from where it belongs: after reasoning, or after the text's opening."""
+    if spec.triggers:
+        openings, closings = (
+            tuple(mark.strip() for mark in marks)
+            for marks in (known.reasoning_openings, known.reasoning_closings)
+        )
+        return msgspec.structs.replace(spec, reasoning=ReasoningMarks(openings, closings, thinking))
+    triggers: tuple[str, ...] = ()
+    if thinking:
+        triggers = tuple(mark.strip() for mark in known.reasoning_closings)
+    elif known.lead and not forced:  # its text has an opening
+        triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
+    return msgspec.structs.replace(spec, triggers=triggers)
+
+
+def _make_either(calls: ConstraintSpec, form: ConstraintSpec) -> ConstraintSpec:
+    """The grammar of an answer that is calls, or JSON by the form's schema."""
+    schema = json.loads(form.source)
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    rules = calls.source.replace("start:", "calls:", 1)
+    source = f"start: calls | form\nform: %json {json.dumps(schema)}\n{rules}"
+    return ConstraintSpec(ConstraintKind.TOOLS, source)
 
 
 def _similar_efforts(effort: str, source: str) -> Iterator[str]:
@@ -293,7 +407,7 @@ class Snippet(msgspec.Struct, frozen=True):
     filename: str = "tmp"
 
 
-class Gap(msgspec.Struct, frozen=True, kw_only=True):
+class Gap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The text before and after the gap; `prompt` starts the text that fills it.
 
     `snippets` is None for a gap in plain text, and a list (maybe empty) for a gap in a file of a project.
@@ -303,16 +417,20 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str
     prompt: str = ""
     snippets: tuple[Snippet, ...] | None = None
+    cut_to: int = 0  # tokens that the parts are cut to; 0 leaves them whole
 
 
-def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list[int]:
+PromptInput = Chat | RawText | Gap
+
+
+def infill_prompt(vocabulary: Vocabulary, gap: Gap) -> list[int]:
     """Tokens of a fill-in-the-middle prompt. Raises InvalidRequest.
 
-    With `max_tokens`, the parts are cut to fit: the prefix keeps its end, the suffix its start (three to one,
+    With `cut_to`, the parts are cut to fit: the prefix keeps its end, the suffix its start (three to one,
     if both are too long), the snippets get the rest. Text that is cut away in any case is not tokenised.
     Only `prompt` may contain control tokens.
     """
-    marks = vocabulary.infill
+    marks, max_tokens = vocabulary.infill, gap.cut_to
     if marks is None:
         field = "suffix" if gap.snippets is None else "input_suffix"
         raise InvalidRequest(
@@ -339,7 +457,7 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
 
 
 def _cut(gap: Gap, characters: int) -> Gap:
-    """The gap with no more text in each of its parts than so many characters; 0: all of it.
+    """The gap with at most `characters` of text in each of its parts; 0 keeps all of it.
 
     A token has at most as many characters as the longest one, so that more than these are cut away later.
     """

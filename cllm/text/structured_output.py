@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -21,7 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.text.json_schema import close_schemas, parse_schemas
+from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -32,7 +31,6 @@ from cllm.types import (
 )
 
 MAX_SOURCE = 256 << 10  # characters
-MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
 MAX_RULES = 512  # of a grammar
 STACK_BYTES = 256 << 20  # of native recursion; 64 MiB were not enough for sources within the limits
 MIN_COMPILED_BYTES = 32 << 10
@@ -55,7 +53,6 @@ _LIMITS = LLParserLimits(
 
 
 _STACK_LOCK = threading.Lock()  # the size of new threads' stacks is one for the process
-Made = TypeVar("Made")
 
 
 class CompiledGrammar:
@@ -96,7 +93,7 @@ class TriggerWatch:
         return vocabulary.spelling(token).encode() if not piece and vocabulary.is_control(token) else piece
 
     def push(self, token: int) -> int | None:
-        """How many bytes of a token follow a trigger that it completes; None: it completes none."""
+        """Count the bytes of a token after a trigger that it completes; None if it completes none."""
         piece = self._vocabulary.piece(token)
         if piece and not self._begun and not any(mark[0] in piece for mark in self._marks):
             return None  # nearly every token
@@ -115,7 +112,7 @@ class TriggerWatch:
         return any(mark.startswith(text) for mark in self._marks)
 
     def count_before(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens would come before one that completes a trigger."""
+        """Count the tokens before the first that would complete a trigger."""
         before = self._begun, self._inside
         count = next((place for place, token in enumerate(tokens) if self.push(token) is not None), None)
         self._begun, self._inside = before
@@ -133,13 +130,11 @@ class Constraint:
         self,
         grammar: CompiledGrammar,
         tokenizer: LLTokenizer,
-        vocabulary_size: int,
         watch: TriggerWatch | None = None,
     ) -> None:
         self._grammar = grammar
         self._tokenizer = tokenizer
         self._matcher = grammar.matcher.deep_copy()
-        self._size = vocabulary_size
         self.watch = watch
 
     @property
@@ -147,9 +142,9 @@ class Constraint:
         return self.watch is not None
 
     def follow(self, token: int) -> Sequence[int] | None:
-        """Watch a sampled token; None: it sleeps on. Otherwise it is awake, and these tokens are appended.
+        """Watch a sampled token; None while the constraint sleeps on. Else these tokens are appended.
 
-        A token may hold the end of a trigger and more. What is more must fit the grammar, or is left out:
+        A token may hold the end of a trigger and more. The rest must fit the grammar, or is left out:
         then the tokens are those that spell the first part.
         """
         assert self.watch is not None
@@ -169,11 +164,6 @@ class Constraint:
         if not fits or self._tokenizer.decode_bytes(tokens) != text:
             return False
         return not tokens or self._matcher.consume_tokens(tokens)
-
-    def mask(self) -> TokenMask:
-        """The tokens allowed next. Raises InvalidRequest when the grammar is exhausted."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return self._checked(np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_))
 
     def _checked(self, mask: TokenMask) -> TokenMask:
         self._check()
@@ -221,7 +211,7 @@ class GrammarCompiler:
 
     @property
     def memory_bytes(self) -> int:
-        """What the cached grammars take, at most."""
+        """Upper bound of the memory of the cached grammars."""
         return sum(grammar.memory_bytes for grammar in self._cached.values())
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
@@ -238,7 +228,7 @@ class GrammarCompiler:
         while self.memory_bytes > self._cache_bytes:
             self._cached.popitem(last=False)
         watch = TriggerWatch(triggers, self._vocabulary, reasoning) if triggers else None
-        return Constraint(grammar, self._tokenizer, self._vocabulary.size, watch)
+        return Constraint(grammar, self._tokenizer, watch)
 
     def check(self, spec: ConstraintSpec) -> None:
         """Raise InvalidRequest where `compile` would. Keeps no grammar."""
@@ -253,7 +243,7 @@ class GrammarCompiler:
         """Compile a source that is within the limits. Native code sees no other."""
         _check_size(spec)
         closed = close_schemas(spec, parse_schemas(spec))
-        return run_on_large_stack(lambda: self._make_either(spec, closed))
+        return _run_on_large_stack(lambda: self._make_either(spec, closed))
 
     def _make_either(self, spec: ConstraintSpec, closed: str) -> LLMatcher:
         try:
@@ -262,7 +252,7 @@ class GrammarCompiler:
             return self._make_matcher(spec, spec.source)
 
     def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
-        field = spec.kind.field
+        field = spec.field
         grammar = to_llguidance(ConstraintSpec(spec.kind, source))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
@@ -273,7 +263,7 @@ class GrammarCompiler:
         return matcher
 
 
-def run_on_large_stack(task: Callable[[], Made]) -> Made:
+def _run_on_large_stack(task: Callable[[], LLMatcher]) -> LLMatcher:
     """Run a task on a thread whose stack holds the deepest recursion that a source can cause.
 
     A schema within the limits may nest 64 deep between each two of its references. The usual 8 MiB overflow
@@ -292,18 +282,21 @@ def run_on_large_stack(task: Callable[[], Made]) -> Made:
 
 def _check_size(spec: ConstraintSpec) -> None:
     """Raise InvalidRequest for a source that is too long, too deep, or has too many rules."""
-    field = spec.kind.field
+    field = spec.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
-    if _depth(spec.source) > MAX_DEPTH:
-        raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field)
-    if (rules := _rules(spec)) > MAX_RULES:
-        raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
+    if count_nesting(spec.source) > MAX_NESTING:  # before native code reads it
+        raise InvalidRequest(f"{field}: nested deeper than {MAX_NESTING}", field)
+    if spec.kind is ConstraintKind.GRAMMAR:
+        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
+        rules = bare.count("::=") + bare.replace("::=", "").count(":")  # at most
+        if rules > MAX_RULES:
+            raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
 
 
 def to_llguidance(spec: ConstraintSpec) -> str:
     """The grammar in llguidance's own form. Raises InvalidRequest."""
-    field = spec.kind.field
+    field = spec.field
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:
@@ -327,19 +320,6 @@ def to_llguidance(spec: ConstraintSpec) -> str:
 def _literal(text: str) -> str:
     """A regular expression that matches exactly this text."""
     return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text)
-
-
-def _depth(source: str) -> int:
-    changes = ((character in "([{") - (character in ")]}") for character in source)
-    return max(accumulate(changes, initial=0))
-
-
-def _rules(spec: ConstraintSpec) -> int:
-    """Upper bound of the rules of a grammar."""
-    if spec.kind is ConstraintKind.GRAMMAR:
-        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
-        return bare.count("::=") + bare.replace("::=", "").count(":")
-    return 0
 
 
 def _first_line(text: str) -> str:
@@ -428,7 +408,7 @@ class MaskBuilder:
         return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """`mask()` of each constraint, or the error it raises."""
+        """The tokens that each constraint allows next, or the error of a grammar that is exhausted."""
         size = self._size
         words = allocate_token_bitmask(len(constraints), size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]

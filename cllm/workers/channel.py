@@ -26,28 +26,18 @@ def pack_frame(frame: bytes) -> bytes:
     return _LENGTH.pack(len(frame)) + frame
 
 
-class FrameBuffer:
-    """Whole frames out of the bytes of a stream."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def __len__(self) -> int:
-        """Bytes of what has not been taken."""
-        return len(self._data)
-
-    def add(self, chunk: bytes) -> None:
-        self._data += chunk
+class FrameBuffer(bytearray):
+    """Bytes of a stream, to be taken as whole frames."""
 
     def take(self) -> bytes | None:
         """The next frame, or None until more of it has been added."""
-        if len(self._data) < _LENGTH.size:
+        if len(self) < _LENGTH.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
-        if len(self._data) < end:
+        end = _LENGTH.size + _LENGTH.unpack_from(self)[0]
+        if len(self) < end:
             return None
-        frame = bytes(self._data[_LENGTH.size : end])
-        del self._data[:end]
+        frame = bytes(self[_LENGTH.size : end])
+        del self[:end]
         return frame
 
 
@@ -62,7 +52,7 @@ class Channel:
     def send(self, frame: bytes) -> None:
         """Send a whole frame, waiting for the other side; raises OSError when that is gone."""
         with self._lock:
-            self._socket.sendall(pack_frame(frame))
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
 
     def receive(self) -> bytes | None:
         """The next frame, or None at the end."""
@@ -73,7 +63,7 @@ class Channel:
                 return None
             if not chunk:
                 return None
-            self._buffer.add(chunk)
+            self._buffer += chunk
         return frame
 
     def close(self) -> None:
@@ -91,12 +81,12 @@ class WorkerProcess:
     """
 
     MAX_PENDING_BYTES = 64 << 20  # kept for a process that does not read
-    END_LIMIT_S = 3.0  # a process whose input has ended may take so long to exit
-    SETTLE_S = 0.2  # silence is judged after so long without a byte, even when this process was suspended
+    END_LIMIT_S = 3.0  # for a process whose input has ended to exit
+    SETTLE_S = 0.2  # silence is judged after this time without a byte, even when this process was suspended
 
     def __init__(self, module: str, role: str, *arguments: str, silence_limit_s: float) -> None:
         self.role = role
-        self.silence_limit_s = silence_limit_s  # without a frame for so long it is killed
+        self.silence_limit_s = silence_limit_s  # without a frame for this time it is killed
         self._command = (module, role, *arguments)
         self._lock = threading.Lock()
         self._pending = bytearray()  # sent, but not yet written
@@ -196,7 +186,7 @@ class WorkerProcess:
                     return
                 if not chunk:
                     return
-                buffer.add(chunk)
+                buffer += chunk
                 while (frame := buffer.take()) is not None:
                     yield frame
                     heard = time.monotonic()
@@ -246,7 +236,7 @@ class WorkerProcess:
 
     @property
     def exit_signal(self) -> int:
-        """The signal that ended it; 0: it exited by itself. After `close`."""
+        """The signal that ended it, or 0 where it exited by itself. After `close`."""
         if self._process is None or self._process.returncode is None:
             return int(signal.SIGKILL)
         return max(0, -self._process.returncode)

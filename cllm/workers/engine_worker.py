@@ -1,4 +1,4 @@
-"""Engine worker: an EngineCore behind a channel in a process, or in a thread of this process.
+"""Engine worker: an EngineCore behind a channel, in a process of its own.
 
 Entry point of both worker processes: `python -m cllm.workers.engine_worker FD engine|tokenizer LOG_LEVEL`.
 The first frame is the configuration; after it commands come in and reports go out. End of input ends the
@@ -16,19 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 
 import msgspec
 
 from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.errors import CllmError, ShuttingDown
+from cllm.errors import CllmError
 from cllm.logs import configure_logging
+from cllm.messages import Command, Died, Heartbeat, LoadProgress, Report, Stop
 from cllm.workers.channel import Channel, WorkerProcess
-from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
-from cllm.workers.tokenizer import LocalTokenizer, TokenizerWorker, serve_tokenizer
+from cllm.workers.tokenizer import serve_tokenizer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -48,7 +46,7 @@ class EngineWorker:
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
         # It reads before there is a core: end of input ends the process while the model loads, too.
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
-        runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
+        runner = make_runner(config, lambda fraction: self._emit(LoadProgress(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         gc.collect()
         gc.freeze()  # a full collection would take as long as a step, unless it leaves out what is here now
@@ -110,77 +108,6 @@ def start_heartbeats(
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
-class ThreadExecutor:
-    """`Executor` in a thread of this process: for the Python API. A native crash ends the process."""
-
-    restartable = False
-    tokenizer: TokenizerClient  # once the model is loaded
-
-    def __init__(
-        self,
-        make_runner: Callable[[Callable[[float], None]], ModelRunner],
-        config: EngineConfig,
-        *,
-        tokenizer_threads: int = 0,
-    ) -> None:
-        """`make_runner` gets a function that takes the progress of loading, 0 to 1, and raises to end it."""
-        self._make_runner = make_runner
-        self._config = config
-        self._tokenizer_threads = tokenizer_threads
-        self._core: EngineCore | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._ended = threading.Event()  # nothing native is left
-        self.stop_limit_s: float | None = None  # how long `stop` waits; None: until the thread has ended
-
-    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
-        thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def _run(self, receive: Receive) -> None:
-        def progress(fraction: float) -> None:
-            if self._stopping:
-                raise ShuttingDown("the model was closed while it was loading")
-            receive(Loading(fraction))
-
-        try:
-            with closing(self._make_runner(progress)) as runner:
-                core = EngineCore(runner, self._config, receive)
-                info = runner.info
-                worker = TokenizerWorker(
-                    runner.vocabulary, info.chat_template, tool_template=info.tool_template
-                )
-                # Closed before the runner, whose vocabulary it reads from any thread.
-                with closing(LocalTokenizer(worker, self._tokenizer_threads)) as self.tokenizer:
-                    self._core = core  # from here on `stop` reaches it
-                    if self._stopping:
-                        core.post(Stop())
-                    receive(core.ready)
-                    core.run()
-        except Exception as error:
-            receive(_explain(error, "engine"))
-        finally:
-            self._ended.set()
-
-    def send(self, command: Command) -> None:
-        if self._core is not None:
-            self._core.post(command)
-
-    def end_tasks(self) -> None:
-        pass  # none outlives its call
-
-    def stop(self) -> None:
-        """End it, also in the middle of loading. What cannot be interrupted is waited for."""
-        self._stopping = True
-        self.send(Stop())
-        if self._thread is None or self._thread is threading.current_thread():
-            return
-        # A join that Ctrl-C interrupts would take the thread for ended the next time (Python 3.11, 3.12).
-        if self._ended.wait(self.stop_limit_s):
-            self._thread.join()
-
-
 def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
     from cllm.backend.llama.runner import LlamaRunner
 
@@ -211,6 +138,8 @@ def main(
     except msgspec.MsgspecError as error:
         log.critical("a message could not be decoded: %s", type(error).__name__)
         return BAD_COMMAND
+    except ConnectionError:
+        return 0  # the parent is gone
     except Exception as error:
         channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
         return 1

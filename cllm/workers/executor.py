@@ -1,4 +1,4 @@
-"""Executor: where an engine and its tokenizer run. Here, in two supervised processes; for the HTTP process.
+"""Executor: an engine and its tokenizer in two supervised worker processes.
 
 Nothing native is imported: hostile input can crash the workers, not the process that holds the queue.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, InvalidRequest, ShuttingDown, from_code
-from cllm.types import TokenBound
-from cllm.workers.messages import (
+from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy, from_code
+from cllm.messages import (
     Command,
     Died,
-    Refused,
+    Prepare,
+    RenderChat,
     Report,
     Submit,
     TokenizerAnswer,
@@ -31,10 +33,18 @@ from cllm.workers.messages import (
     TokenizerTask,
     check_task,
 )
-from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Backoff, Supervisor
-from cllm.workers.tokenizer_queue import WAIT_LIMIT_S, Call, TokenizerQueue, busy_error
+from cllm.text.chat_template import GUARD_LIMIT_S
+from cllm.text.prompt import Chat
+from cllm.types import Failure, TokenBound
+from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Attempt, Backoff, Supervisor
 
 log = logging.getLogger(__name__)
+THREADS = 2  # of the worker: a long prompt must not hold up the short ones behind it
+LARGE_BYTES = 64 << 10  # takes some 30 ms; at most THREADS - 1 such tasks are in the worker at a time
+MAX_WAITING_BYTES = 128 << 20
+WAIT_LIMIT_S = 30.0
+TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what takes longer hangs
+GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
 Receive = Callable[[Report], None]
 
 
@@ -47,17 +57,13 @@ class TokenizerClient(Protocol):
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         """The caller has gone: a task that still waits is dropped, the answer of another ignored."""
 
-    def close(self) -> None: ...
-
 
 class Executor(Protocol):
-    """Runs one engine at a time. Its reports to `receive`: Loading*, Ready, others*, Died."""
-
-    restartable: bool
+    """Runs one engine at a time. Its reports to `receive`: LoadProgress*, Ready, others*, Died."""
 
     @property
     def tokenizer(self) -> TokenizerClient:
-        """The tokenizer of this model; of an engine in a thread only once it is Ready."""
+        """Tokenising, chat templates and grammar checks for the model."""
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""
@@ -68,7 +74,7 @@ class Executor(Protocol):
         Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
         """
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         """Fail the tokenizer tasks that are left, and accept no more; returns at once."""
 
     def stop(self) -> None:
@@ -77,8 +83,6 @@ class Executor(Protocol):
 
 class ProcessExecutor:
     """The engine and the tokenizer, each in a worker process of its own."""
-
-    restartable = True
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class ProcessExecutor:
         # Only a request can be refused: a cancel must reach the engine.
         self._engine.send(encode(command), refusable=isinstance(command, Submit))
 
-    def end_tasks(self) -> None:
-        self.tokenizer.end()
+    def end_tasks(self, why: str) -> None:
+        self.tokenizer.end(why)
 
     def stop(self) -> None:
         self._engine.end()  # both exit at the same time
@@ -125,15 +129,120 @@ def settle(future: Future[Any], answer: object) -> None:
     """Give a future its answer; a refusal or an error is raised there. The caller may have gone."""
     if not future.running() and not future.set_running_or_notify_cancel():
         return
-    if isinstance(answer, Refused):
-        error = from_code(answer.code, answer.message)
-        if isinstance(error, InvalidRequest):
-            error.field = answer.field
-        answer = error
+    if isinstance(answer, Failure):
+        answer = answer.error()
     if isinstance(answer, CllmError):
         future.set_exception(answer)
     else:
         future.set_result(answer)
+
+
+class PendingTask(Attempt):
+    """A task on its way to the tokenizer worker and back. Its time limit begins when the worker gets it."""
+
+    retries_together = 0  # clients wait a few seconds for their text, and each start of a process takes one
+
+    def __init__(self, call_id: int, task: TokenizerTask, frame: bytes, tenant: str = "") -> None:
+        self.call_id = call_id
+        self.frame = frame
+        self.tenant = tenant
+        self.future: Future[TokenizerAnswer] = Future()
+        self.made_at = time.monotonic()
+        self.sent_at = 0.0
+        self.abandoned = False  # its caller has gone
+        chats = [each for each in task.inputs if isinstance(each, Chat)] if isinstance(task, Prepare) else []
+        self._renders = bool(chats) or isinstance(task, RenderChat)
+        self._grammar_field = "tools" if any(chat.tools for chat in chats) else ""
+        if isinstance(task, Prepare) and task.constraint is not None:
+            self._grammar_field = task.constraint.field
+        long = len(frame) > LARGE_BYTES
+        self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field and not long else TEXT_LIMIT_S
+        # One grammar is compiled at a time: a second one would wait for it on the other thread.
+        self.large = bool(self._grammar_field) or long
+
+    @property
+    def overdue_s(self) -> float:
+        """How long it has been in the worker beyond its limit."""
+        return time.monotonic() - self.sent_at - self.limit_s
+
+    def timeout_error(self) -> CllmError:
+        """The answer when it hangs in the worker."""
+        return InvalidRequest(f"the text could not be processed within {self.limit_s:.0f} s: shorten it")
+
+    def rejection_error(self, exit_signal: int) -> CllmError:
+        """The answer when the process has crashed because of it."""
+        if exit_signal == signal.SIGPROF and self._renders:
+            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
+            return InvalidRequest(message, field="messages")
+        if self._grammar_field:
+            message = f"{self._grammar_field}: it is too complex to be compiled"
+            return InvalidRequest(message, field=self._grammar_field)
+        return EngineDied("this text could not be processed: the tokenizer process crashed on it")
+
+
+def busy_error(what: str) -> TokenizerBusy:
+    return TokenizerBusy(f"too much text waits to be tokenised: {what}; try again in a moment")
+
+
+class TokenizerQueue:
+    """Calls that wait, a line for each tenant. The tenants take turns."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[PendingTask]] = {}  # in the order of their turns
+        self._again: deque[PendingTask] = deque()  # were in a worker that ended; they go first
+        self._bytes: dict[str, int] = {}  # that wait, by tenant
+
+    def __iter__(self) -> Iterator[PendingTask]:
+        yield from self._again
+        for line in self._lines.values():
+            yield from line
+
+    def put(self, call: PendingTask) -> None:
+        """Raises TokenizerBusy when too much waits, unless this tenant has less than its share of it."""
+        held = self._bytes.get(call.tenant, 0) + len(call.frame)
+        share = MAX_WAITING_BYTES / len({*self._bytes, call.tenant})
+        if held > share and sum(self._bytes.values()) + len(call.frame) > MAX_WAITING_BYTES:
+            raise busy_error(f"the limit is {MAX_WAITING_BYTES >> 20} MiB")
+        self._lines.setdefault(call.tenant, deque()).append(call)
+        self._bytes[call.tenant] = held
+
+    def expired(self) -> list[PendingTask]:
+        """Those that have waited too long."""
+        oldest = time.monotonic() - WAIT_LIMIT_S
+        return [call for call in self if not call.sent_at and call.made_at < oldest]
+
+    def put_back(self, call: PendingTask) -> None:
+        """A call that was in a worker that has ended."""
+        self._again.append(call)
+
+    def take(self, running: Collection[PendingTask]) -> PendingTask | None:
+        """The next call for a worker that has these; None while they must be finished first."""
+        if len(running) >= THREADS or any(call.alone for call in running):
+            return None
+        if self._again:
+            if running and self._again[0].alone:
+                return None
+            return self._again.popleft()
+        room = sum(call.large for call in running) < THREADS - 1
+        for line in self._lines.values():
+            call = next((call for call in line if room or not call.large), None)
+            if call is not None:
+                self.remove(call)
+                return call
+        return None
+
+    def remove(self, call: PendingTask) -> None:
+        """Take a call out; its tenant's next turn is after all others'."""
+        if call in self._again:
+            self._again.remove(call)
+            return
+        line = self._lines.pop(call.tenant)
+        line.remove(call)
+        self._bytes[call.tenant] -= len(call.frame)
+        if line:
+            self._lines[call.tenant] = line
+        else:
+            del self._bytes[call.tenant]
 
 
 class ProcessTokenizer:
@@ -156,11 +265,11 @@ class ProcessTokenizer:
         self._lock = threading.RLock()
         self._call_ids = itertools.count()
         self._queue = TokenizerQueue()
-        self._running: dict[int, Call] = {}  # in the worker
+        self._running: dict[int, PendingTask] = {}  # in the worker
         self.bound = TokenBound()  # of the vocabulary, once a worker has loaded it
         self._up = False  # a process runs, or will after the back-off
         self._ready = False  # it takes tasks
-        self._closed = False
+        self._closed = ""  # why it takes no more tasks
         self._aborted = False  # the process is being killed because of a task that hangs: none is to blame
 
     def start(self, delay_s: float = 0.0) -> None:
@@ -173,11 +282,12 @@ class ProcessTokenizer:
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         call_id = next(self._call_ids)
         check_task(task, self)
-        call = Call(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
+        call = PendingTask(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
         with self._lock:
             if self._closed:
-                raise ShuttingDown("the server is shutting down")
-            self.start()
+                raise ShuttingDown(self._closed)
+            if not self._up:
+                self.start()
             self._queue.put(call)
             self._dispatch()
         return call.future
@@ -263,11 +373,11 @@ class ProcessTokenizer:
         for call in calls:
             settle(call.future, error)
 
-    def end(self) -> None:
+    def end(self, why: str = "the server is shutting down") -> None:
         """Fail the tasks that are left, and accept no more; returns at once."""
         with self._lock:
-            self._closed = True
-            self._fail_all(ShuttingDown("the server is shutting down"))
+            self._closed = self._closed or why
+            self._fail_all(ShuttingDown(self._closed))
         self._supervisor.end()
 
     def close(self) -> None:

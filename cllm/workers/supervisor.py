@@ -1,4 +1,4 @@
-"""Supervisor of a worker process: start, silence limit, exit reason, back-off, and blame for a crash.
+"""Supervisor of a worker process: start, silence limit, exit reason, back-off; blame and resumption.
 
 The engine and the tokenizer are run by the same code (invariant: survives native death).
 """
@@ -8,27 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied, EngineNotReady
+from cllm.messages import Died, Heartbeat
+from cllm.types import Request, RequestOutput, Usage
 from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import Died, Heartbeat
 
 log = logging.getLogger(__name__)
 WORKER_MODULE = "cllm.workers.engine_worker"
 START_FAILED = EngineNotReady.code  # of a `Died`: no process was started, so none of its work is the cause
-
-
-class _Order(NamedTuple):
-    """A process to be started, when (monotonic), and where its reports go."""
-
-    process: WorkerProcess
-    due: float
-    receive: Callable[[Any], None]
 
 
 class Supervisor:
@@ -52,7 +46,7 @@ class Supervisor:
         log_level: str = "info",
         module: str = WORKER_MODULE,
     ) -> None:
-        """`reports` is the type of what the worker sends, besides `Heartbeat` and `Died`.
+        """`reports` is the type of what the worker sends, in addition to `Heartbeat` and `Died`.
 
         `beat` is called at each heartbeat, about once a second.
         """
@@ -62,8 +56,10 @@ class Supervisor:
         self._config = msgspec.msgpack.encode(config)
         self._decoder = msgspec.msgpack.Decoder(reports | Heartbeat | Died)
         self._changed = threading.Condition()
-        self._order: _Order | None = None
+        self._due: float | None = None  # when the process is to be started (monotonic)
+        self._receive: Callable[[Any], None]  # gets its reports
         self._process: WorkerProcess | None = None
+        self.send: Callable[..., None] = lambda *_, **__: None  # `WorkerProcess.send` of the process
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -85,27 +81,27 @@ class Supervisor:
                 except RuntimeError as error:
                     raise EngineNotReady(f"the {self._role} process cannot be started: {error}") from None
                 self._thread = thread
-            self._process = process
-            self._order = _Order(process, time.monotonic() + delay_s, receive)
+            self._process, self.send = process, process.send
+            self._due, self._receive = time.monotonic() + delay_s, receive
             self._changed.notify()
 
     def _run(self) -> None:
-        while (order := self._next_order()) is not None:
-            died = self._supervise(order.process, order.receive)
+        while (process := self._next_process()) is not None:
+            receive = self._receive
+            died = self._supervise(process, receive)
             try:
-                order.receive(died)
+                receive(died)
             except Exception:
                 log.exception("the end of the %s process could not be handled", self._role)
 
-    def _next_order(self) -> _Order | None:
+    def _next_process(self) -> WorkerProcess | None:
         """Wait until a process is to be started; None when closed."""
         with self._changed:
             while not self._closed:
-                order = self._order
-                left_s = order.due - time.monotonic() if order is not None else None
-                if order is not None and (order.process.killed or order.due <= time.monotonic()):
-                    self._order = None
-                    return order
+                left_s = self._due - time.monotonic() if self._due is not None else None
+                if left_s is not None and self._process is not None and (self._process.killed or left_s <= 0):
+                    self._due = None
+                    return self._process
                 self._changed.wait(left_s)
         return None
 
@@ -138,14 +134,6 @@ class Supervisor:
         process.close()
         return last_words or Died(EngineDied.code, process.exit_reason(), process.exit_signal)
 
-    def send(self, frame: bytes, *, refusable: bool = False) -> None:
-        """Send a frame without waiting. A worker that has ended drops it, and `Died` follows.
-
-        Raises EngineNotReady where the frame is `refusable` and too much waits to be read by the worker.
-        """
-        if self._process is not None:
-            self._process.send(frame, refusable=refusable)
-
     def kill(self) -> None:
         """End the process now, or do not start it; `Died` follows."""
         with self._changed:
@@ -173,7 +161,7 @@ class Backoff:
 
     MAX_IN_A_ROW = 5
     MAX_DELAY_S = 60.0
-    STABLE_S = 60.0  # a run that was ready for so long is progress
+    STABLE_S = 60.0  # a run that was ready for longer is progress
 
     def __init__(self) -> None:
         self.count = 0  # restarts since the last progress
@@ -181,7 +169,7 @@ class Backoff:
 
     @property
     def exhausted(self) -> bool:
-        """So many in a row that it is not expected to come back soon."""
+        """Too many in a row: it is not expected to come back soon."""
         return self.count > self.MAX_IN_A_ROW
 
     def ready(self) -> None:
@@ -203,7 +191,7 @@ class Backoff:
 
 
 class Attempt:
-    """Work given to a worker process, and how often the process crashed while it had it.
+    """Work given to a worker process, and the number of crashes of the process while it had it.
 
     Any of the work that was there may be the cause. All of it is retried together `retries_together` times,
     then each alone. What crashes the process alone is rejected.
@@ -223,3 +211,60 @@ class Attempt:
     def clear(self) -> None:
         """It was not the cause of the crashes so far."""
         self.crashes, self.alone = 0, False
+
+
+class ResumableRequest(Attempt):
+    """A request, its answer so far, and its usage over all engines that have computed it.
+
+    A request that crashed an engine before is cleared of that by `CLEARING_TOKENS` more of its answer: what
+    kills each time it is computed gets no further.
+    """
+
+    CLEARING_TOKENS = 16
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.submission = request  # as an engine is to have it: with what others have generated before
+        self.cancelled = False
+        self.generated = 0  # tokens of the answer so far
+        self._answer = array("i")  # the tokens generated, without those that it came with
+        self.resumed = False
+        self._resumed_at = 0  # number of them that came from engines that died
+        self._clearing_tokens = self.CLEARING_TOKENS
+        self._usage: Usage | None = None  # as far as it is known
+        self._earlier: Usage | None = None  # the same, when the last engine died
+
+    def add_tokens(self, output: RequestOutput) -> None:
+        """Add the tokens of an output to the answer."""
+        self._answer.extend(output.tokens)
+        self.generated = len(self._answer)
+        if output.usage_so_far is not None:
+            self._usage = self.whole_usage(output.usage_so_far)
+
+    def clear_by_progress(self) -> bool:
+        """Clear it of earlier crashes, if it has come far enough since the last of them."""
+        if self.generated < self._resumed_at + self._clearing_tokens:
+            return False
+        self._clearing_tokens *= 2  # one that kills now and then is found out all the same
+        self.clear()
+        return True
+
+    def resume(self) -> None:
+        """Its engine is gone: the next one goes on from here."""
+        self.resumed = True
+        self._resumed_at = self.generated
+        self._earlier = self._usage
+        prefix = (*self.request.generated_prefix, *self._answer)
+        self.submission = msgspec.structs.replace(self.request, generated_prefix=prefix)
+
+    def whole_usage(self, usage: Usage) -> Usage:
+        """The usage over all engines that have computed it. What one took from its cache counts once."""
+        if (earlier := self._earlier) is None:
+            return usage
+        return msgspec.structs.replace(
+            usage,
+            cached_tokens=earlier.cached_tokens,
+            cached_from=earlier.cached_from,
+            drafted_tokens=earlier.drafted_tokens + usage.drafted_tokens,
+            accepted_tokens=earlier.accepted_tokens + usage.accepted_tokens,
+        )

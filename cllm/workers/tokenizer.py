@@ -9,7 +9,7 @@ import logging
 import resource
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,38 +17,31 @@ from pathlib import Path
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest, ShuttingDown
-from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import PromptBuilder, infill_prompt
-from cllm.text.structured_output import GrammarCompiler
-from cllm.types import TokenBound, Vocabulary
-from cllm.workers.channel import Channel
-from cllm.workers.executor import settle
-from cllm.workers.messages import (
-    CheckConstraint,
-    Described,
-    DescribeFormat,
+from cllm.errors import CllmError, ContextLengthExceeded
+from cllm.messages import (
     Detokenize,
     Pieces,
-    Refused,
+    Prepare,
+    Prepared,
     RenderChat,
     SpellTokens,
     Text,
-    TokenizeChat,
-    TokenizeInfill,
     TokenizePairs,
     TokenizerAnswer,
     TokenizerCall,
     TokenizerReady,
     TokenizerReply,
     TokenizerTask,
-    TokenizeText,
     TokenizeTexts,
     TokenLists,
-    Tokens,
     check_task,
 )
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, infill_prompt
+from cllm.text.structured_output import GrammarCompiler
+from cllm.types import ConstraintSpec, Failure, Prompt, TokenBound, Vocabulary
+from cllm.workers.channel import Channel
+from cllm.workers.executor import THREADS
 
 log = logging.getLogger(__name__)
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
@@ -84,21 +77,17 @@ class TokenizerWorker:
             _ = self._constraints
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
-        """Do a task; what is wrong with it comes back as Refused, never as an exception."""
+        """Do a task; what is wrong with it comes back as a Failure, never as an exception."""
         vocabulary = self._vocabulary
         try:
             check_task(task, vocabulary)
             match task:
-                case TokenizeText(text, max_tokens, add_special, parse_special):
-                    tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
-                    return _limited(tokens, max_tokens)
+                case Prepare(inputs, max_tokens, constraint, texts):
+                    prompts = tuple(self._prepare(each, max_tokens, constraint) for each in inputs)
+                    plain = partial(vocabulary.tokenize, add_special=False, parse_special=False)
+                    return Prepared(prompts, tuple(tuple(plain(text)) for text in texts))
                 case RenderChat(chat):
                     return Text(self._prompts.render(chat))
-                case TokenizeChat(chat, max_tokens):
-                    prompt = self._prompts.tokenize(chat, max_tokens)
-                    return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
-                case TokenizeInfill(gap, max_tokens, cut_to):
-                    return _limited(infill_prompt(vocabulary, gap, cut_to), max_tokens)
                 case TokenizeTexts(texts, max_tokens, field):
                     tokenize = partial(vocabulary.tokenize, add_special=True, parse_special=False)
                     return _all_limited(map(tokenize, texts), max_tokens, field)
@@ -109,26 +98,43 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case SpellTokens(tokens):
                     return Pieces(tuple(map(self._spell, tokens)))
-                case DescribeFormat(tools):
-                    return Described(self._prompts.describe(tools=tools))
-                case CheckConstraint(spec):
-                    with self._lock:
-                        self._constraints.check(spec)
-                    return Text("")
         except CllmError as error:
-            return Refused(error.code, error.message, getattr(error, "field", None))
+            return Failure.of(error)
+
+    def _prepare(
+        self, given: PromptInput, max_tokens: int, constraint: ConstraintSpec | None
+    ) -> PreparedPrompt:
+        vocabulary = self._vocabulary
+        if isinstance(given, Chat):
+            prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
+        else:
+            if constraint is not None:
+                self._check(constraint)
+            tokens: list[int] = []
+            if isinstance(given, Gap):
+                tokens = infill_prompt(vocabulary, given)
+            else:
+                for index, piece in enumerate(given.pieces):
+                    first = given.add_special and not index  # special tokens are added at the beginning only
+                    tokens += (
+                        vocabulary.tokenize(piece, add_special=first, parse_special=given.parse_special)
+                        if isinstance(piece, str)
+                        else [piece]
+                    )
+            prompt = PreparedPrompt(Prompt(tuple(tokens)), constraint=constraint)
+        if max_tokens and len(prompt.prompt) > max_tokens:
+            raise ContextLengthExceeded(len(prompt.prompt), max_tokens)
+        return prompt
+
+    def _check(self, spec: ConstraintSpec) -> None:
+        with self._lock:
+            self._constraints.check(spec)
 
     def _spell(self, token: int) -> bytes:
         vocabulary = self._vocabulary
         return (
             vocabulary.spelling(token).encode() if vocabulary.is_control(token) else vocabulary.piece(token)
         )
-
-
-def _limited(tokens: list[int], max_tokens: int, *, thinking: bool = False) -> Tokens:
-    if max_tokens and len(tokens) > max_tokens:
-        raise ContextLengthExceeded(len(tokens), max_tokens)
-    return Tokens(tuple(tokens), thinking)
 
 
 def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> TokenLists:
@@ -138,53 +144,6 @@ def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> To
             raise ContextLengthExceeded.of_input(index, len(tokens), max_tokens, field)
         lists.append(tuple(tokens))
     return TokenLists(tuple(lists))
-
-
-class LocalTokenizer:
-    """`TokenizerClient` of the Python API: in the caller's thread, or on `threads` beside an event loop.
-
-    Closing waits for the tasks that run: the vocabulary must not be freed while one reads it.
-    """
-
-    def __init__(self, worker: TokenizerWorker, threads: int = 0) -> None:
-        self._worker = worker
-        self._lock = threading.Lock()  # without threads: held by the task that runs
-        self._pool = ThreadPoolExecutor(threads, "cllm-tokenizer") if threads else None
-        self._closed = False
-
-    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
-        future: Future[TokenizerAnswer] = Future()
-        if self._pool is None:
-            with self._lock:
-                self._answer(task, future)
-            return future
-        try:
-            self._pool.submit(self._answer, task, future)
-        except RuntimeError:  # the pool is shut down
-            raise ShuttingDown("the model is closed") from None
-        return future
-
-    def _answer(self, task: TokenizerTask, future: Future[TokenizerAnswer]) -> None:
-        if future.cancelled():
-            return
-        answer: TokenizerAnswer | CllmError
-        try:
-            answer = ShuttingDown("the model is closed") if self._closed else self._worker.perform(task)
-        except UnicodeEncodeError:
-            answer = InvalidRequest("a text holds a lone surrogate: it must be valid Unicode")
-        except Exception as error:
-            future.set_exception(error)
-            return
-        settle(future, answer)
-
-    def abort(self, future: Future[TokenizerAnswer]) -> None:
-        pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True  # tasks that wait for a thread are refused
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
@@ -216,7 +175,7 @@ def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
             answer = worker.perform(call.task)
         except Exception as error:  # every task gets an answer; the log names no text
             log.error("a tokenizer task failed: %s in %s", type(error).__name__, type(call.task).__name__)
-            answer = Refused("engine_error", "this text could not be processed")
+            answer = Failure("engine_error", "this text could not be processed")
         channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
 
     channel.send(msgspec.msgpack.encode(TokenizerReady(worker.bound)))

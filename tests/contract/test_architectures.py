@@ -45,7 +45,7 @@ def test_greedy_text_varies_and_depends_on_the_whole_context(kind: Kind, opened:
 
 def state_bytes(runner: LlamaRunner, seq_id: int, flags: int = 0) -> int:
     """Bytes of a sequence's state, written in full."""
-    api, pointer = runner._api, runner._context.pointer
+    api, pointer = runner.api, runner.pointer
     size = int(api.llama_state_seq_get_size_ext(pointer, seq_id, flags))
     buffer = (ctypes.c_uint8 * size)()
     assert api.llama_state_seq_get_data_ext(pointer, buffer, size, seq_id, flags) == size

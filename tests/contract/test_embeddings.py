@@ -17,7 +17,6 @@ import pytest
 
 from cllm.backend.base import Batch, BatchKind, Row, StepStatus
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.layers import Layers
 from cllm.backend.llama.library import load
 from cllm.backend.llama.memory import EmbeddingMemory, prepare
 from cllm.backend.llama.model import RerankPrompt
@@ -275,7 +274,7 @@ def test_an_aborted_batch_leaves_the_memory_empty_and_the_next_right(name: str, 
     assert runner._embedding is not None
     good, other = inputs_for(name, 60, 30)
     before = embed(runner, good)[0]
-    api, pointer = runner._api, runner._embedding.pointer
+    api, pointer = runner.api, runner._embedding.pointer
     nodes = iter(range(1000))
     stop = api.ggml_abort_callback(lambda _: next(nodes) >= 20)
     api.llama_set_abort_callback(pointer, stop, None)
@@ -388,12 +387,10 @@ def test_memory_is_counted_before_it_is_taken(
     header = GgufHeader(files["dense"])
     limits = EmbedLimits(tokens=4096, batch_tokens=512, chunked=True)
     memory = EmbeddingMemory.of(header, limits, 512, flash=True)
-    # two layers, two heads of key and value, 32 wide, two bytes each
-    assert memory.kv == 4096 * 2 * 2 * (32 + 32) * 2
-    assert memory.logits == 512 * 512 * 4 * 2
+    assert memory.kv == 4096 * 512 and memory.logits == 512 * 512 * 4 * 2
     whole = EmbeddingMemory.of(header, EmbedLimits(tokens=4096, batch_tokens=512), 512, flash=False)
-    assert not Layers(GgufHeader(files["encoder-mean"])).layers, "an encoder keeps nothing"
     assert whole.kv == 0 and whole.attention == 4 * 4096 * 4096 * 4
+    assert not GgufHeader(files["encoder-mean"]).generates, "an encoder keeps nothing"
     monkeypatch.setattr("cllm.backend.llama.memory.available_memory", lambda: 1 << 16)
     with pytest.raises(NotEnoughMemory, match="not enough memory for embeddings"):
         memory.check()

@@ -11,7 +11,7 @@ from tests.driver.forced_calls import check_forced, make_model
 from tests.driver.turns import Family
 
 
-@pytest.mark.parametrize("name", ["google-gemma-4-31B-it-interleaved"])  # `make formats` has all
+@pytest.mark.parametrize("name", ["google-gemma-4-31B-it-interleaved"])  # `proof/formats.py` has all
 def test_forced_calls_validate(name: str, tmp_path: Path) -> None:
     family = Family(name, template_files()[name].read_text(encoding="utf-8"))
     model = make_model(family, tmp_path / "tiny.gguf")

@@ -1,4 +1,4 @@
-"""The KV layout never changes which request gets a 400; a tuned number of threads still adapts."""
+"""The KV layout never changes which request gets a 400; a limited number of threads still adapts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_max_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) ->
     def context(**settings: Any) -> tuple[int, bool]:
         config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)
         runner = LlamaRunner(config)
-        governor = runner._context.workers.governor
-        found = runner._context.api.llama_n_threads(runner._context.pointer), governor is not None
+        governor = runner.workers.governor
+        found = runner.api.llama_n_threads(runner.pointer), governor is not None
         runner.close()
         return found
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
-from cllm import LLM
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.probe import run_probe
@@ -51,42 +49,6 @@ def test_a_runner_gives_up_before_it_reads_the_weights(models: dict[str, Path]) 
 
     with pytest.raises(ShuttingDown, match="enough"):
         LlamaRunner(make_config(models), progress=give_up)
-
-
-def test_closing_while_llama_loads_returns_at_once(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Native loading, held up at its first progress report until the model is being closed."""
-    llm = LLM(models["dense"], parallel=1, ctx_size=256, threads=1)
-    begun, closing = threading.Event(), threading.Event()
-    receive = llm._engine._receive
-
-    def hold(run: int, report: object) -> None:
-        begun.set()
-        assert closing.wait(20)
-        receive(run, report)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(llm._engine, "_receive", hold)
-    errors: list[Exception] = []
-
-    def enter() -> None:
-        try:
-            llm.__enter__()
-        except Exception as error:
-            errors.append(error)
-
-    opener = threading.Thread(target=enter, daemon=True)
-    opener.start()
-    assert begun.wait(20)
-    closer = threading.Thread(target=llm.close, daemon=True)
-    closer.start()
-    opener.join(0.1)  # the flag is set before the loading goes on
-    closing.set()
-    for thread in (closer, opener):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert [type(error) for error in errors] == [ShuttingDown]
-    assert not any(thread.name == "cllm-engine" for thread in threading.enumerate())
 
 
 def test_the_probe_passes_with_the_smallest_batches(models: dict[str, Path]) -> None:

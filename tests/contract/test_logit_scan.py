@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.logit_scan import PART, Logits, LogitScan, NativeLogitScan, make_logit_scan
+from cllm.backend.llama import candidates
+from cllm.backend.llama.candidates import PART, Logits, LogitScan, NativeLogitScan, make_logit_scan
 from tests.profiles import examples
 
 THREADS = 3
@@ -77,5 +79,7 @@ def test_many_passes_on_all_threads(native: LogitScan) -> None:
     assert all(native.likeliest(logits) == expected for _ in range(200))
 
 
-def test_without_the_library_numpy_does_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert type(make_logit_scan(THREADS, library=tmp_path_factory.mktemp("empty") / "none.so")) is LogitScan
+def test_without_the_library_numpy_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("find", "sampling_path"):
+        monkeypatch.setattr(candidates, name, lambda: tmp_path)
+    assert type(make_logit_scan(THREADS)) is LogitScan

@@ -38,7 +38,7 @@ def get_logprobs(
     greedy = runner.create_sampler(SamplingParams(temperature=0))
     rows = tuple(Row(i, 0, prompt, 1, greedy) for i, prompt in prompts.items())
     assert runner.run(Batch(rows)).status is StepStatus.DONE
-    raw = runner._context.logits(len(rows)).astype(np.float64)  # greedy leaves them as they are
+    raw = runner.logits(len(rows)).astype(np.float64)  # greedy leaves them as they are
     softmax = raw - np.log(np.exp(raw - raw.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
     softmax -= raw.max(axis=1, keepdims=True)
     for i in prompts:

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit, embedded_model, prepare
-from cllm.backend.llama.placement import step_buffers
+from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from tests.driver.engine import words
 from tests.driver.runner import feed
 
-MIB = 1 << 20
 _OVERRIDDEN = re.compile(r"tensor blk\.(\d+)\.ffn_(\w+)_exps\.weight .* overridden to CPU")
-_COMPUTE = re.compile(r"CPU compute buffer size = +([\d.]+) MiB")
 
 
 def answer(model: Path, **settings: object) -> object:
@@ -48,22 +44,3 @@ def test_parts_and_cards_that_are_not_there_change_nothing(models: dict[str, Pat
 @pytest.mark.parametrize("layers", [5, "all", "auto", 0])
 def test_without_a_gpu_the_cpu_serves(models: dict[str, Path], layers: int | str) -> None:
     assert answer(models["dense"], gpu_layers=layers) == answer(models["dense"])
-
-
-@pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("kind", ["dense", "experts", "sliding", "embedded"])
-def test_buffers_of_a_step_hold_what_llama_reserves(
-    models: dict[str, Path], kind: str, flash: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same graph is reserved on any device; here the CPU's buffer shows its size."""
-    model = embedded_model() if kind == "embedded" else models[kind]
-    config = EngineConfig(
-        model=str(model), parallel=2, ctx_size=8192, threads=1, batch_tokens=1024, flash_attention=flash
-    )
-    with caplog.at_level(logging.DEBUG, logger="llama.cpp"):
-        LlamaRunner(config).close()
-    reserved = float(_COMPUTE.findall(caplog.text)[-1]) * MIB
-    header = GgufHeader(model)
-    share = MemoryFit(header, config).share
-    predicted = step_buffers(header, config.batch_tokens, share, outputs=config.batch_tokens, flash=flash)
-    assert 0.99 * reserved < predicted < 3 * reserved, f"{predicted / MIB:.1f} of {reserved / MIB:.1f} MiB"

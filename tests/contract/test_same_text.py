@@ -13,22 +13,13 @@ from hypothesis import strategies as st
 
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport, Stop, Submit
 from cllm.types import FinishReason
-from cllm.workers.messages import Report, StepReport, Stop, Submit
 from tests.driver.engine import Answer, StepDriver, ask, words
 from tests.driver.kinds import KINDS, Kind, Opened, open_runner
 from tests.driver.same_text import Reference
 
 pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
-
-
-def test_requests_in_a_row_say_what_they_say_alone(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind))
-    for seed in range(6):
-        driver.submit(ask(f"r{seed}", words(seed, 5 + seed), 8))
-        answer = driver.finish()[f"r{seed}"]
-        reference.check(kind, words(seed, 5 + seed), 8, answer)
-        assert answer.ids <= {0}, "alone, a request gets the lowest id"
 
 
 def test_concurrent_requests_say_what_they_say_alone(
@@ -43,15 +34,6 @@ def test_concurrent_requests_say_what_they_say_alone(
     answers = driver.finish()
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 24, answers[f"r{seed}"])
-
-
-def test_identical_prompts_at_the_same_time_say_the_same(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    driver = StepDriver(opened(kind))
-    driver.submit(*(ask(f"r{number}", words(7, 20), 16) for number in range(3)))
-    for answer in driver.finish().values():
-        reference.check(kind, words(7, 20), 16, answer)
 
 
 def test_prompts_longer_than_a_step_are_chunked(kind: Kind, opened: Opened, reference: Reference) -> None:
@@ -78,14 +60,6 @@ def test_sixty_requests_on_three_slots_are_all_answered(
     pool = driver.scheduler.pool
     assert pool.leased_total == pool.released_total == 60
     assert pool.cleared_cells_total == sum(answer.work.cells for answer in answers.values())
-
-
-def test_slots_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
-    driver = StepDriver(opened(kind))
-    lengths = {"a": 20, "b": 2, "c": 20, "d": 20}
-    driver.submit(*(ask(name, words(3, 4), count, ignore_eos=True) for name, count in lengths.items()))
-    answers = driver.finish()
-    assert [answers[name].ids for name in "abcd"] == [{0}, {1}, {2}, {1}]
 
 
 def test_cancelled_requests_leave_the_others_their_text(

@@ -1,4 +1,4 @@
-"""Samplers that select candidates (temperature, top-k, top-p, XTC, mirostat), against worked-out figures."""
+"""Samplers that select candidates (temperature, top-k, XTC, mirostat, …), against worked-out figures."""
 
 from __future__ import annotations
 
@@ -204,3 +204,33 @@ def test_mirostat_steers_the_surprise_to_tau(
     # what it measures is the surprise among the tokens that it kept
     surprise = -np.log2(chances / (chances * kept).sum())
     assert abs(surprise[found].mean() - tau) < 0.35
+
+
+@pytest.mark.parametrize("target", [0.1, 0.4])
+def test_adaptive_p_prefers_tokens_near_its_target(runner: LlamaRunner, target: float) -> None:
+    row = row_of(A=3, B=2.5, C=1.5, D=0)
+    distance = np.abs(probabilities(row) - target) / 0.3
+    expected = probabilities((5 - 10 * distance**2 / (1 + distance)).astype(np.float32))
+    count = 600
+    params: dict[str, Any] = {"adaptive_target": target, "adaptive_decay": 0.5}
+    found = Counter(draws(runner, row, 1, seed=seed, **params)[0] for seed in range(count))
+    for token in (A, B, C, D):
+        tolerance = 5 * np.sqrt(expected[token] * (1 - expected[token]) / count)
+        assert abs(found[token] / count - expected[token]) < tolerance
+
+
+@pytest.mark.parametrize("target", [0.2, 0.3])
+def test_adaptive_p_keeps_its_target_over_time(runner: LlamaRunner, target: float) -> None:
+    row = row_of(A=3, B=2.5, C=1.5, D=0)
+    chances = probabilities(row)
+    found = draws(runner, row, 1500, top_k=4, adaptive_target=target)
+    kept = chances / chances[[A, B, C, D]].sum()
+    assert abs(kept[found].mean() - target) < 0.03
+    assert abs(kept[draws(runner, row, 1500, top_k=4)].mean() - target) > 0.05, "it is the sampler's work"
+
+
+def test_adaptive_p_is_off_below_zero(runner: LlamaRunner, logits: Logits) -> None:
+    plain = draws(runner, logits, 50)
+    assert draws(runner, logits, 50, adaptive_target=-1.0, adaptive_decay=0.1) == plain
+    assert draws(runner, logits, 50, adaptive_target=0.1) != plain
+    assert draws(runner, logits, 50, adaptive_target=0.1) == draws(runner, logits, 50, adaptive_target=0.1)

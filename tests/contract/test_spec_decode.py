@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from cllm.backend.base import Batch, Drafter, ModelRunner, Row, StepStatus
+from cllm.backend.base import Batch, Drafter, ModelRunner, Row
 from cllm.types import FinishReason, Request
 from tests.driver.engine import Answer, StepDriver, Tokens, ask, words
 from tests.driver.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
@@ -122,7 +122,7 @@ def test_sampled_text_is_the_same_for_the_same_seed(kind: Kind, wrong: float, op
         for seed in range(8)
     ]
     plain = answered(opened(kind, sequences=1), requests, draft_tokens=0)
-    texts = [request.prompt + plain[request.id].tokens for request in requests]
+    texts = [request.prompt.items + plain[request.id].tokens for request in requests]
     drafted = answered(opened(kind, sequences=1), requests, new_drafter=knowing(texts, wrong))
     same = [request.id for request in requests if plain[request.id].tokens == drafted[request.id].tokens]
     assert len(same) >= 7
@@ -225,39 +225,6 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
 
 
 @every_dense
-def test_memory_after_rejected_drafts_says_what_it_said_before(kind: Kind, opened: Opened) -> None:
-    """On the bare runner: drafts, rolled back, then the right tokens: the same probabilities as without."""
-    runner = opened(kind)
-    sampler = runner.create_sampler(GREEDY)
-    prompt = words(5, 20)
-
-    def forward(position: int, tokens: Sequence[int], outputs: int) -> Row:
-        row = Row(0, position, tokens, outputs, sampler, logprobs=4)
-        result = runner.run(Batch((row,)))
-        assert result.status is StepStatus.DONE
-        results.append(result.rows[0])
-        return row
-
-    results: list = []  # type: ignore[type-arg]
-    forward(0, prompt, 1)
-    first = results[-1].tokens[0]
-    forward(20, [first, *words(6, 5)], 6)
-    chosen = results[-1].tokens
-    assert len(chosen) == 1 and runner.next_position(0) == 26
-    assert runner.truncate(0, 21) == 21 and runner.next_position(0) == 21
-    forward(21, [chosen[0]], 1)
-    after = results[-1].logprobs[0]
-    runner.truncate(0, 0)
-    forward(0, prompt, 1)
-    forward(20, [first], 1)
-    forward(21, [chosen[0]], 1)
-    plain = results[-1].logprobs[0]
-    sampler.close()
-    assert dict(after.top).keys() & dict(plain.top).keys()
-    assert abs(after.logprob - plain.logprob) < (0.05 if kind.flash else 0.005)
-
-
-@every_dense
 def test_rejected_drafts_leave_no_trace(kind: Kind, opened: Opened) -> None:
     """Whatever was drafted, what follows is the same to the last bit: only the shape of the step counts."""
     runner = opened(kind)
@@ -283,13 +250,3 @@ def test_memory_that_cannot_be_cut_gets_no_drafts(kind: Kind, opened: Opened, re
     (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
     reference.check(kind, prompt, 20, answer, endless=True)
     assert answer.work.drafted_tokens == 0
-
-
-@both_layouts
-def test_a_request_may_decline_drafts_drafts(kind: Kind, opened: Opened, reference: Reference) -> None:
-    prompt = words(5, 20)
-    text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
-    request = msgspec.structs.replace(ask("r", prompt, 20, ignore_eos=True), speculate=False)
-    (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
-    reference.check(kind, prompt, 20, answer, endless=True)
-    assert answer.work.drafted_tokens == 0 and answer.work.steps == 20

@@ -12,9 +12,10 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
+from cllm.messages import Detokenize, Prepare, Prepared, RenderChat, Text
+from cllm.text.chat_format import Tool
 from cllm.text.prompt import Chat, Gap, Snippet
 from cllm.types import InfillTokens, Request
-from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, open_runner
@@ -25,7 +26,7 @@ CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|pyth
 ROLES = {f"fim_{role}": f"<{role.upper()}>" for role in ("pre", "suf", "mid", "rep", "sep")}
 PRE, SUF, MID, REP, SEP, TOOL_CALLS, PYTHON_TAG = range(VOCABULARY - len(CONTROLS), VOCABULARY)
 TOOL_TEMPLATE = CHAT_TEMPLATE + "{{ tools[0].function.name if tools }}[TOOL_CALLS]"
-LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+LOOK = Tool("look")
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,12 @@ def test_two_infill_marks_of_three_are_none(tmp_path: Path) -> None:
 def test_infill_marks_are_tokens_and_user_text_is_never_one_of_them(model: LlamaModel) -> None:
     worker = TokenizerWorker(model.vocabulary, None)
     gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
-    answer = worker.perform(TokenizeInfill(gap))
-    assert isinstance(answer, Tokens)
-    controls = [token for token in answer.tokens if token >= PRE]
+    answer = worker.perform(Prepare((gap,)))
+    assert isinstance(answer, Prepared)
+    tokens = answer.prompts[0].prompt.items
+    controls = [token for token in tokens if token >= PRE]
     assert controls == [REP, SEP, SEP, PRE, MID, SUF, MID], "one <MID> was in the prompt, where it may be"
-    plain = worker.perform(Detokenize(answer.tokens))
+    plain = worker.perform(Detokenize(tokens))
     assert plain == Text("myproject\nf.py\n<PRE>filename\nab<SUF>xcd")
 
 

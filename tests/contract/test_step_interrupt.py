@@ -10,8 +10,8 @@ import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.backend.llama.library import _log_line
+from cllm.messages import Cancel, Stop, Submit
 from cllm.types import FinishReason
-from cllm.workers.messages import Cancel, Stop, Submit
 from tests.driver.engine import Answer, StepDriver, ask, words
 from tests.driver.kinds import DENSE, LAYOUTS, Kind, Opened
 from tests.driver.same_text import Reference

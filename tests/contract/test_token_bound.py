@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.memory import embedded_model
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.config import EngineConfig
-from cllm.types import TokenBound
-from cllm.workers.messages import Refused, TokenizeText
+from cllm.messages import Prepare
+from cllm.models.store import embedded_model
+from cllm.text.prompt import RawText
+from cllm.types import Failure, TokenBound
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.tiny_encoders import make_encoder
 from tests.tiny_models import make_dense
@@ -120,9 +121,9 @@ def test_no_text_has_fewer_tokens_than_its_bound(
     tokens = vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
     assert vocabulary.bound.min_tokens(text) <= len(tokens)
     limit = max(1, len(tokens))
-    task = TokenizeText(text, limit, add_special=False, parse_special=parse_special)
-    answer = TokenizerWorker(vocabulary, None).perform(task)
-    assert not isinstance(answer, Refused), answer
+    raw = RawText((text,), add_special=False, parse_special=parse_special)
+    answer = TokenizerWorker(vocabulary, None).perform(Prepare((raw,), limit))
+    assert not isinstance(answer, Failure), answer
 
 
 def test_the_bound_is_reached(vocabularies: dict[str, LlamaVocabulary]) -> None:

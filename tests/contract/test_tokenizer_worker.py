@@ -9,13 +9,12 @@ import pytest
 
 from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy
-from cllm.server.errors import error_status
+from cllm.messages import Prepare, RenderChat, Text, TokenizeTexts
+from cllm.server.dialect import get_status
 from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec
-from cllm.workers import tokenizer_queue
-from cllm.workers.executor import ProcessTokenizer
-from cllm.workers.messages import CheckConstraint, RenderChat, Text, TokenizeText
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.workers import executor
+from cllm.workers.executor import THREADS, ProcessTokenizer
 from tests.unit.workers.crashing_tokenizer import LONGEST
 
 PATIENCE_S = 60
@@ -31,7 +30,7 @@ def tokenizer() -> Iterator[ProcessTokenizer]:
 def test_only_tasks_that_crash_it_are_refused(tokenizer: ProcessTokenizer) -> None:
     """Two of many crash it: each twice, the second time alone. All others are answered."""
     words = ["a", "die", "b", "c", "die", "d", "e"]
-    futures = [(word, tokenizer.submit(TokenizeText(word))) for word in words]
+    futures = [(word, tokenizer.submit(TokenizeTexts((word,)))) for word in words]
     for word, future in futures:
         if word == "die":
             assert isinstance(future.exception(PATIENCE_S), EngineDied)
@@ -40,8 +39,8 @@ def test_only_tasks_that_crash_it_are_refused(tokenizer: ProcessTokenizer) -> No
 
 
 def test_a_grammar_that_crashes_it_is_too_complex(tokenizer: ProcessTokenizer) -> None:
-    bad = tokenizer.submit(CheckConstraint(ConstraintSpec(ConstraintKind.GRAMMAR, "x")))
-    good = tokenizer.submit(TokenizeText("good"))
+    bad = tokenizer.submit(Prepare((), constraint=ConstraintSpec(ConstraintKind.GRAMMAR, "x")))
+    good = tokenizer.submit(TokenizeTexts(("good",)))
     error = bad.exception(PATIENCE_S)
     assert isinstance(error, InvalidRequest) and error.field == "grammar"
     assert good.result(PATIENCE_S) == Text("good")
@@ -52,7 +51,7 @@ def test_an_endless_template_is_blamed_on_no_other_chat(tokenizer: ProcessTokeni
     before, endless, after = (
         tokenizer.submit(RenderChat(Chat(({"content": text},)))) for text in ("a", "endless", "b")
     )
-    others = [tokenizer.submit(TokenizeText(str(number))) for number in range(3)]
+    others = [tokenizer.submit(TokenizeTexts((str(number),))) for number in range(3)]
     error = endless.exception(PATIENCE_S)
     assert isinstance(error, InvalidRequest) and error.field == "messages" and "was stopped" in error.message
     assert before.result(PATIENCE_S) == after.result(PATIENCE_S) == Text("rendered")
@@ -62,14 +61,14 @@ def test_an_endless_template_is_blamed_on_no_other_chat(tokenizer: ProcessTokeni
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task may take a fifth of a second in the worker."""
-    monkeypatch.setattr(tokenizer_queue, "TEXT_LIMIT_S", 0.2)
+    monkeypatch.setattr(executor, "TEXT_LIMIT_S", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_task_that_hangs_is_refused_and_blamed_on_no_other(tokenizer: ProcessTokenizer) -> None:
     for number in range(2):  # twice: more often than a task may be present at a crash
-        hanging = tokenizer.submit(TokenizeText("hang"))
-        behind = tokenizer.submit(TokenizeText(f"after {number}"))  # this worker has one thread
+        hanging = tokenizer.submit(TokenizeTexts(("hang",)))
+        behind = tokenizer.submit(TokenizeTexts((f"after {number}",)))  # this worker has one thread
         error = hanging.exception(PATIENCE_S)
         assert isinstance(error, InvalidRequest) and "shorten it" in error.message
         assert behind.result(PATIENCE_S) == Text(f"after {number}")
@@ -79,19 +78,19 @@ def test_a_task_that_waits_too_long_is_not_the_clients_fault(
     tokenizer: ProcessTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503, and the worker goes on with what it has."""
-    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
-    running = [tokenizer.submit(TokenizeText("slow")) for _ in range(THREADS)]
-    monkeypatch.setattr(tokenizer_queue, "WAIT_LIMIT_S", 0.1)
-    error = tokenizer.submit(TokenizeText("late")).exception(PATIENCE_S)
-    assert isinstance(error, TokenizerBusy) and error_status(error) == 503 and error.retry_after_s >= 1
+    assert tokenizer.submit(TokenizeTexts(("up",))).result(PATIENCE_S) == Text("up")
+    running = [tokenizer.submit(TokenizeTexts(("slow",))) for _ in range(THREADS)]
+    monkeypatch.setattr(executor, "WAIT_LIMIT_S", 0.1)
+    error = tokenizer.submit(TokenizeTexts(("late",))).exception(PATIENCE_S)
+    assert isinstance(error, TokenizerBusy) and get_status(error) == 503 and error.retry_after_s >= 1
     assert [future.result(PATIENCE_S) for future in running] == [Text("slow")] * THREADS
 
 
 def test_a_dropped_task_is_never_sent_and_one_in_the_worker_is_let_be(tokenizer: ProcessTokenizer) -> None:
-    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
-    running = [tokenizer.submit(TokenizeText("slow")) for _ in range(THREADS)]
-    dropped = tokenizer.submit(TokenizeText("die"))
-    after = tokenizer.submit(TokenizeText("after"))
+    assert tokenizer.submit(TokenizeTexts(("up",))).result(PATIENCE_S) == Text("up")
+    running = [tokenizer.submit(TokenizeTexts(("slow",))) for _ in range(THREADS)]
+    dropped = tokenizer.submit(TokenizeTexts(("die",)))
+    after = tokenizer.submit(TokenizeTexts(("after",)))
     tokenizer.abort(dropped)
     tokenizer.abort(running[0])
     assert dropped.cancelled()
@@ -100,23 +99,23 @@ def test_a_dropped_task_is_never_sent_and_one_in_the_worker_is_let_be(tokenizer:
 
 
 def test_a_text_of_too_many_bytes_is_not_sent(tokenizer: ProcessTokenizer) -> None:
-    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
+    assert tokenizer.submit(TokenizeTexts(("up",))).result(PATIENCE_S) == Text("up")
     with pytest.raises(ContextLengthExceeded, match="at least 4 tokens"):
-        tokenizer.submit(TokenizeText("x" * (3 * LONGEST + 1), 3))
+        tokenizer.submit(TokenizeTexts(("x" * (3 * LONGEST + 1),), 3))
     fits = "x" * 3 * LONGEST
-    assert tokenizer.submit(TokenizeText(fits, 3)).result(PATIENCE_S) == Text(fits)
+    assert tokenizer.submit(TokenizeTexts((fits,), 3)).result(PATIENCE_S) == Text(fits)
 
 
 def test_it_restarts_after_a_crash_and_refuses_when_closed(
     tokenizer: ProcessTokenizer,
 ) -> None:
-    assert isinstance(tokenizer.submit(TokenizeText("die")).exception(PATIENCE_S), EngineDied)
-    assert tokenizer.submit(TokenizeText("again")).result(PATIENCE_S) == Text("again")
-    pending = tokenizer.submit(TokenizeText("hang"))
+    assert isinstance(tokenizer.submit(TokenizeTexts(("die",))).exception(PATIENCE_S), EngineDied)
+    assert tokenizer.submit(TokenizeTexts(("again",))).result(PATIENCE_S) == Text("again")
+    pending = tokenizer.submit(TokenizeTexts(("hang",)))
     tokenizer.close()
     assert isinstance(pending.exception(PATIENCE_S), ShuttingDown)
     with pytest.raises(ShuttingDown):
-        tokenizer.submit(TokenizeText("late"))
+        tokenizer.submit(TokenizeTexts(("late",)))
 
 
 @pytest.mark.parametrize(("options", "match"), [({"x": 1 << 64}, "64 bits"), ({"x": "\ud83d"}, "surrogate")])

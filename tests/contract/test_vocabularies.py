@@ -1,4 +1,4 @@
-"""Structured output on real vocabularies; `make vocabularies` tries all that llama.cpp's source carries."""
+"""Structured output on real vocabularies; `proof/vocabularies.py` tries all of llama.cpp's source."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.config import EngineConfig
 from cllm.text.structured_output import _Tokenizer
+from proof.vocabularies import CONSTRAINTS, check_vocabulary
 from tests.driver.corpus import vocabulary_files
-from tests.soak.vocabularies import CONSTRAINTS, check_vocabulary
 
 
 @pytest.mark.parametrize("name", ["llama-spm", "gpt-2"])

@@ -26,8 +26,8 @@ a client can see, and for what happens to processes::
 
 - `http` has the shape of a refusal, and bare sockets for requests that no client library would send.
 - `program` forks servers from a process that has imported cllm; their workers are new interpreters, as ever.
-- `option_matrix` starts servers without the settings that `Server` adds (one thread, no tuning, no disk
-  cache), and has a row for every option.
+- `option_matrix` starts servers without the settings that `Server` adds (one thread, no disk cache), and
+  has a row for every option.
 - A duration is judged by `Stopwatch` or `cpu_s`, which do not grow because the machine is busy.
 
 Which way? A property of scheduling, memory or sampling: step by step. A status, a stream, a signal or a

@@ -16,15 +16,24 @@ import numpy as np
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache
+from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
+from cllm.messages import (
+    CacheDone,
+    Cancel,
+    ClearCache,
+    Report,
+    StepReport,
+    StepStats,
+    Submit,
+    UseSlot,
+)
 from cllm.testing import FakeRunner, expected_text, expected_vector
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
-from cllm.workers.messages import Cancel, Report, StepReport, StepStats, Submit
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
 from tests.driver.runner import CheckedRunner
 
 Tokens = tuple[int, ...]
@@ -118,6 +127,7 @@ class StepDriver:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.stats: list[StepStats] = []
+        self.cache_answers: list[CacheDone] = []
         self.died = False
         self.filled: set[int] = set()  # slots that the test itself put tokens into
         self.follows = False  # batches may be submitted ahead, as by an engine with a GPU
@@ -152,7 +162,7 @@ class StepDriver:
         self.submit(
             Request(
                 id=name,
-                prompt=tuple(prompt),
+                prompt=Prompt(tuple(prompt)),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(**sampling),
                 **fields,
@@ -173,6 +183,8 @@ class StepDriver:
             self.stats.append(report.stats)
             for output in report.outputs:
                 self.answers[output.request_id].take(output)
+        elif isinstance(report, CacheDone):
+            self.cache_answers.append(report)
 
     # Steps ------------------------------------------------------------------------------------------
 
@@ -228,6 +240,16 @@ class StepDriver:
             with suppress(Empty):
                 self.core.inbox.get(timeout=limit_s)
 
+    def use_cache(self, command: ClearCache | UseSlot) -> CacheDone:
+        """Send a command to the cache, and wait for its answer as the loop does."""
+        self.land()
+        self.core._handle(command)
+        while not self.core.cache_calls.idle:
+            self.core.inbox.get(timeout=60)
+            self.core.cache_calls.advance()
+        self.check_invariants()
+        return self.cache_answers[-1]
+
     def close_disk(self) -> None:
         """Write what is cached to disk, as at the end of the loop."""
         self.core.disk.close(self.prefix_cache.candidates(), within_s=60)
@@ -256,7 +278,7 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt, limit, request.sampling.seed or 0, ends=ends)
+        return expected_text(request.prompt.items, limit, request.sampling.seed or 0, ends=ends)
 
     # Checks -----------------------------------------------------------------------------------------
 
@@ -288,7 +310,7 @@ class StepDriver:
         for seq_id, memory in enumerate(fake.memory):
             if (name := leases.get(seq_id)) is not None:
                 request = self.requests[name]
-                known = [*request.prompt, *request.generated_prefix, *self.answers[name].tokens]
+                known = [*request.prompt.items, *request.generated_prefix, *self.answers[name].tokens]
                 assert memory == known[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
                 content = device.get(seq_id)
@@ -368,7 +390,9 @@ def ask(
 ) -> Request:
     """A greedy request, unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0, **sampling})
-    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=params, logprobs=logprobs)
+    return Request(
+        id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens, sampling=params, logprobs=logprobs
+    )
 
 
 def words(seed: int, length: int) -> Tokens:

@@ -92,6 +92,8 @@ def field_refused(server: Server, path: str, field: str, value: str, status: int
     body = f'{{{kept}"{field}": {value}}}'.encode()
     answer = server.client.post(path, content=body, headers=JSON)
     message = refusal(answer, status)
+    if "not valid JSON" in message:  # as NaN and half a surrogate pair are
+        return message
     assert field in message
     if path.startswith("/v1/"):
         assert answer.json()["error"]["param"] == field

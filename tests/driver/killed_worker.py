@@ -21,8 +21,8 @@ from cllm.core.engine_core import EngineCore
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
 from cllm.core.spec_decode import SpecDecodePolicy
+from cllm.messages import Report, StepReport
 from cllm.workers.engine_worker import EngineWorker
-from cllm.workers.messages import Report, StepReport
 
 KILLED = "from tests.driver import killed_worker; killed_worker.replace_workers(); "
 WAIT_S = 30.0

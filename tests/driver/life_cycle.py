@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from cllm.backend.base import StepStatus
 from cllm.errors import EngineDied
+from cllm.messages import ClearCache
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.messages import ClearCache
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver
 
 Path = tuple[str, ...]
@@ -62,7 +62,7 @@ WORLDS = (
 
 def _request(name: str, prompt: bytes, max_tokens: int, **fields: Any) -> Request:
     sampling = SamplingParams(seed=fields.pop("seed", 0), ignore_eos=True)
-    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=sampling, **fields)
+    return Request(id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens, sampling=sampling, **fields)
 
 
 # Two choices of one request, and one that shares its prefix but leaves nothing behind.

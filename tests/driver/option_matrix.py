@@ -2,7 +2,7 @@
 
 `start_plain` starts a server without any of the settings that the other tests have. `ROWS` sets one option at
 a time on top of it, `REASONS` says why an option has no row; `tests/unit/cli/test_option_matrix.py` fails for
-an option that has neither. `make option-matrix` runs all rows.
+an option that has neither. `proof/option_matrix.py` runs all rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ KEY, OTHER_KEY = "key-of-the-matrix", "another-key"
 ANSWER = 24  # tokens
 # Greedy text of a repeated prompt is drafted by n-gram lookup; it is longer than the smallest step.
 LONG_PROMPT = "one and the same sentence again and again, " * 8
-MEASURING = "measuring which settings"
 IDLE_S = 0.15  # a dozen steps of an engine that has nothing to do
 # The variables that `environment` adds change what runs; where the library is must be known.
 _NO_SETTINGS = (
@@ -116,6 +116,13 @@ _ASKS: dict[str, tuple[Callable[..., Any], ...]] = {  # by model; others chat
 }
 
 
+def at_once(*calls: Callable[[], Any]) -> None:
+    """Run requests at the same time; each must succeed."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for asked in [pool.submit(call) for call in calls]:
+            asked.result(PATIENCE_S)
+
+
 def wait_idle(server: Server) -> None:
     """Let an engine without requests run its loop for a moment."""
     wait_for(lambda: server.get("/debug/requests") == {"requests": []})
@@ -127,10 +134,7 @@ def ask_all(server: Server, model: str = "dense") -> None:
     first, second = _ASKS.get(model, (chat, stream))
     first(server, "hello")
     wait_idle(server)
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, server, LONG_PROMPT) for ask in (first, second)]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(partial(first, server, LONG_PROMPT), partial(second, server, LONG_PROMPT))
     wait_idle(server)
 
 
@@ -139,10 +143,7 @@ def ask_all(server: Server, model: str = "dense") -> None:
 
 def use_embeddings(server: Server) -> None:
     """Embed beside a chat."""
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, server, "both at once") for ask in (chat, embed)]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(*(partial(ask, server, "both at once") for ask in (chat, embed)))
 
 
 def use_second_turn(server: Server) -> None:
@@ -153,18 +154,16 @@ def use_second_turn(server: Server) -> None:
 
 def use_preemption(server: Server) -> None:
     """Two answers need more KV cells than there are."""
-    with ThreadPoolExecutor(2) as pool:
-        contents = ("hello", "goodbye")
-        asked = [pool.submit(chat, server, each, tokens=400, ignore_eos=True) for each in contents]
-        for each in asked:
-            each.result(PATIENCE_S)
+    at_once(*(partial(chat, server, each, tokens=400, ignore_eos=True) for each in ("hello", "goodbye")))
     assert server.metrics()["cllm_preemptions_total"] > 0
 
 
-def use_state_file(server: Server) -> None:
+def use_saved_slot(server: Server) -> None:
     use_second_turn(server)
-    assert post(server, "/admin/prefixes/save", {"name": "state"})["entries"]
-    post(server, "/admin/prefixes/restore", {"name": "state"})
+    slot = server.get("/debug/kv")["cached"][0]["seq_id"]
+    saved = post(server, f"/slots/{slot}?action=save", {"filename": "slot.bin"})
+    restored = post(server, f"/slots/{slot}?action=restore", {"filename": "slot.bin"})
+    assert 0 < saved["n_saved"] == restored["n_restored"]
 
 
 def use_reload(server: Server) -> None:
@@ -176,15 +175,13 @@ def use_two_keys(server: Server) -> None:
     """The prefix of one tenant serves another."""
     body = {"messages": [{"role": "user", "content": LONG_PROMPT}], "max_tokens": ANSWER}
     answer = post(server, "/v1/chat/completions", body, Authorization=f"Bearer {OTHER_KEY}")
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert count_cached(answer) > 0
 
 
 def use_other_model(server: Server) -> None:
     """Ask two models at the same time."""
     models = server.get("/admin/models")["models"]
-    with ThreadPoolExecutor(2) as pool:
-        for asked in [pool.submit(chat, server, "hello", model=model["name"]) for model in models[:2]]:
-            asked.result(PATIENCE_S)
+    at_once(*(partial(chat, server, "hello", model=model["name"]) for model in models[:2]))
     assert len([model for model in server.get("/admin/models")["models"] if model["state"] == "ready"]) == 2
 
 
@@ -206,16 +203,14 @@ def count_cached(answer: Any) -> int:
 
 
 def run_with_defaults(folder: Path, *model: str) -> None:
-    """Run a server as users do, and start it again: it remembers its tuning and what it has computed."""
+    """Run a server as users do, and start it again: it remembers what it has computed."""
     cache = folder / "cache"
     with start_plain(folder / "first", cache, *model) as server:
-        assert MEASURING in server.log_text
         ask_all(server)
         said = get_content(chat(server, LONG_PROMPT))
         wait_idle(server)
         assert count_cached(chat(server, LONG_PROMPT, said, "and then?")) > 0
         wait_idle(server)
-    assert len(list(cache.glob("cllm/tune/*.json"))) == 1
     assert list(cache.glob("cllm/kv/*/*.kv"))
     with start_plain(folder / "second", cache, *model) as server:
         assert count_cached(chat(server, LONG_PROMPT)) > 0
@@ -270,8 +265,6 @@ ROWS = (
     Row("poll", "--poll 100"),
     Row("flash_attention", "--no-flash-attention"),
     Row("extra_buffers", "--no-extra-buffers"),
-    Row("tune", "--no-tune"),
-    Row("tune_budget_s", "--tune-budget-s 1"),
     Row("pooling", "--pooling mean", use=use_embeddings),
     Row("pooling", "--pooling last", use=use_embeddings),
     Row("pooling", "--pooling cls", "encoder"),
@@ -307,8 +300,7 @@ ROWS = (
     Row("swap_space_mb", f"--swap-space-mb 1 {_CROWDED}", use=use_preemption, risky=True),
     Row("cache_disk_mb", "--cache-disk-mb 0", use=use_second_turn),
     Row("cache_disk_mb", "--cache-disk-mb 1", use=use_second_turn),
-    Row("cache_dir", "--cache-dir {scratch}", use=use_second_turn),
-    Row("state_dir", "--state-dir {scratch}", use=use_state_file),
+    Row("cache_dir", "--cache-dir {scratch} --cache-disk-mb 64", use=use_saved_slot),
     Row(
         "share_prefixes_across_tenants",
         f"--share-prefixes-across-tenants --api-keys {{keys}} --api-key {OTHER_KEY}",
@@ -352,7 +344,7 @@ ROWS = (
 )
 REASONS = {
     "port": "every server of the matrix has --port 0",
-    "cluster": "needs a Ray cluster: `make cluster-test`, and tests/e2e/test_cluster.py without Ray",
+    "cluster": "needs a Ray cluster: `proof/cluster.py`, and tests/e2e/test_cluster.py without Ray",
     "help_all": "prints and exits",
 }
 RISKY = tuple(row for row in ROWS if row.risky)
@@ -395,10 +387,9 @@ def make_places(folder: Path) -> dict[str, str]:
 
 
 def get_arguments(row: Row, places: Mapping[str, str]) -> list[str]:
-    """The command line of a row. Only rows of tuning tune, which takes seconds."""
-    tune = [] if row.options.startswith("tune") else ["--no-tune"]
+    """The command line of a row."""
     model = [places[row.model]] if row.model else []
-    return [*model, *(word.format_map(places) for word in row.words.split()), *tune]
+    return [*model, *(word.format_map(places) for word in row.words.split())]
 
 
 def run_row(row: Row, places: Mapping[str, str], folder: Path) -> None:

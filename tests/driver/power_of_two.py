@@ -8,25 +8,25 @@ from collections.abc import Collection, Sequence
 
 from cllm.cluster import relay
 from cllm.cluster.cluster_worker import main
-from cllm.cluster.placer import Placement, Placer
+from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer
 from cllm.errors import EngineNotReady
 
 
-class PowerOfTwo(Placer):
+class PowerOfTwo(ReplicaPlacer):
     def place(
         self, request_id: str, tokens: int, blocks: Sequence[int], without: Collection[int] = ()
-    ) -> Placement:
+    ) -> ReplicaChoice:
         numbers = [number for number in self._replicas if number not in without]
         if not numbers:
             raise EngineNotReady("there is none")
         two = random.sample(numbers, min(2, len(numbers)))
         best = min(two, key=lambda number: len(self._replicas[number].requests))
-        placement = Placement(request_id, best, tokens, ())
+        placement = ReplicaChoice(request_id, best, tokens, ())
         self._replicas[best].placed[request_id] = placement
         self._replicas[best].set_pending(request_id, tokens)
         return placement
 
 
 if __name__ == "__main__":
-    vars(relay)["Placer"] = PowerOfTwo
+    vars(relay)["ReplicaPlacer"] = PowerOfTwo
     sys.exit(main(sys.argv[1:]))

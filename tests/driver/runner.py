@@ -199,7 +199,7 @@ class Aborts:
     def __init__(self, runner: LlamaRunner) -> None:
         self.nodes = 0
         self.at: int | None = None
-        self._callback = runner._api.ggml_abort_callback(self._called)
+        self._callback = runner.api.ggml_abort_callback(self._called)
         self.runner = runner
 
     def _called(self, _: Any) -> bool:
@@ -208,7 +208,7 @@ class Aborts:
 
     @contextmanager
     def watching(self) -> Iterator[Aborts]:
-        api, pointer = self.runner._api, self.runner._context.pointer
+        api, pointer = self.runner.api, self.runner.pointer
         api.llama_set_abort_callback(pointer, self._callback, None)
         try:
             yield self

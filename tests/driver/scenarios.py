@@ -83,7 +83,7 @@ def fail_each_call_in_turn(begin: Callable[[Fail], StepDriver], status: StepStat
 
     `begin` starts the same run each time. With a `status` every step ends with it once; without one every
     call raises once. Returns the run in which nothing failed. Every fifth call is taken, another fifth for
-    each status; the profile `random` takes all (`make life-cycle`).
+    each status; the profile `random` takes all (`proof/life_cycle.py`).
     """
     calls: list[str] = []
     undisturbed = begin(lambda number, name: calls.append(name))

@@ -38,7 +38,7 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     plain = {"PYTHONPATH": paths, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
+    off = {"CLLM_CACHE_DISK_MB": "0"}
     one = {"CLLM_THREADS": "1"}  # two files are tested at a time: two threads would wait for each other
     return {**one, **kept, **plain, **off, **extra}
 

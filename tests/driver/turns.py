@@ -14,7 +14,7 @@ from typing import Any
 from cllm.errors import InvalidRequest
 from cllm.text.chat_format import ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
+from cllm.text.format_analysis import TemplateProbe, derive_format
 from cllm.text.output_parser import ContentText, OutputParser, ReasoningText, ToolCallArguments, ToolCallStart
 from tests.driver.corpus import template_files
 
@@ -78,10 +78,12 @@ class Family:
     source: str
     template: ChatTemplate = field(init=False)
     format: ChatFormat = field(init=False)
+    argument_text: bool = field(init=False)  # arguments as JSON text; else as an object
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.source)
         self.format = derive_format(self.render, ends=ENDS)
+        self.argument_text = TemplateProbe(self.render).argument_text
 
     def render(self, **variables: Any) -> str:
         return self.template.render(**{"bos_token": "<BOS>", "eos_token": "<EOS>", **variables})
@@ -165,7 +167,7 @@ def _make_message(rng: random.Random, family: Family) -> Message:
 def _make_call(rng: random.Random, family: Family) -> Message:
     keys = rng.sample(sorted(PARAMETERS), rng.randint(1 if rng.random() < 0.9 else 0, 4))
     arguments = {key: _make_value(rng, PARAMETERS[key]["type"], family) for key in keys}
-    given = json.dumps(arguments) if family.format.argument_text else arguments
+    given = json.dumps(arguments) if family.argument_text else arguments
     call_id = "".join(rng.choices("abcdefghijk0123456789", k=9))
     return {
         "id": call_id,

@@ -1,15 +1,13 @@
-"""`cllm bench` in a checkout: a workload from a file, on the tiny model, beside a running server."""
+"""`python -m bench`: a workload from a file, on the tiny model, beside a running server."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import cllm as package
-from tests.driver.server import PATIENCE_S, Server, cllm, environment
+from tests.driver.server import PATIENCE_S, ROOT, Server, environment
 
 FILE = """
 name = "visit"
@@ -39,11 +37,18 @@ at_least = 1000.0
 """
 
 
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=10 * PATIENCE_S
+    )
+
+
 def test_a_bench_from_a_file_beside_a_running_server(tiny: Server, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "visit.toml").write_text(FILE)
-    arguments = ["bench", str(tiny_model), "--quick", "--rounds", "1", "--threads", "1"]
+    arguments = [str(tiny_model), "--quick", "--rounds", "1", "--threads", "1"]
     arguments += ["--workload", str(tmp_path / "visit.toml"), "--peer", f"twin={tiny.url}/v1"]
-    done = cllm(*arguments, "--out", str(tmp_path / "report"))
+    done = bench(*arguments, "--out", str(tmp_path / "report"))
     assert done.returncode == 0, done.stderr
     assert "every request answered in full" in done.stdout and "12 of 12" in done.stdout
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -61,20 +66,6 @@ def test_a_bench_from_a_file_beside_a_running_server(tiny: Server, tiny_model: P
 
 def test_what_cannot_be_measured_is_said_at_once(tmp_path: Path) -> None:
     for arguments in (["--workload", "fastest"], ["--peer", "http://127.0.0.1:9"]):
-        done = cllm("bench", *arguments)
+        done = bench(*arguments)
         assert done.returncode != 0 and "Traceback" not in done.stderr
         assert "fastest" in done.stderr or "127.0.0.1:9" in done.stderr
-
-
-def test_an_installed_package_names_the_repository(tmp_path: Path) -> None:
-    shutil.copytree(Path(package.__file__).parent, tmp_path / "cllm", ignore=shutil.ignore_patterns("__pyc*"))
-    done = subprocess.run(
-        [sys.executable, "-m", "cllm", "bench"],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(tmp_path)),  # not the checkout that the tests may be run from
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 2 and "in the repository" in done.stderr
-    assert len(done.stderr.splitlines()) == 1

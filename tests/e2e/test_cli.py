@@ -5,19 +5,12 @@ from __future__ import annotations
 import random
 import socket
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.driver.server import ALIAS, Server, StartServer, cllm
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -44,45 +37,9 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
 
 
 def test_run_says_the_same_of_a_bad_model(tmp_path: Path) -> None:
-    assert "no model file" in one_line(cllm("run", "x", "--model", str(tmp_path / "none.gguf")))
-
-
-def test_a_port_in_use_is_one_line_before_anything_is_loaded(tiny_model: Path, taken_port: int) -> None:
-    line = one_line(cllm("serve", str(tiny_model), "--port", str(taken_port), CLLM_LOG_LEVEL="debug"))
-    assert str(taken_port) in line and "in use" in line and "--port" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--parallel", "256"), "parallel"),
-        (("--threads", "x"), "threads"),
-        (("--wibble",), "wibble"),
-        (("--log-level", "loud"), "log_level"),
-    ],
-)
-def test_a_bad_option_is_named(tiny_model: Path, arguments: tuple[str, ...], said: str) -> None:
-    done = cllm("serve", str(tiny_model), "--port", "0", *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("parallel = ", "TOML|config|Invalid"),
-        ("wibble = 1", "wibble"),
-        ("parallel = 1000", "parallel|255"),
-        ('log_level = "loud"', "log_level"),
-    ],
-)
-def test_a_bad_configuration_file_is_named(tmp_path: Path, content: str, said: str) -> None:
-    file = tmp_path / "cllm.toml"
-    file.write_text(content)
-    done = cllm("serve", "--port", "0", "--config", str(file))
-    assert done.returncode == 2
-    assert any(word in done.stderr for word in said.split("|")), done.stderr
-    assert "Traceback" not in done.stderr
+    # Freed memory is overwritten, so that a use of it at exit crashes each time, as with msgspec's structs.
+    done = cllm("run", "x", "--model", str(tmp_path / "none.gguf"), PYTHONMALLOC="debug")
+    assert "no model file" in one_line(done)
 
 
 def test_the_earlier_servers_spelling(start: StartServer, tiny_model: Path, free_port: int) -> None:
@@ -168,17 +125,5 @@ def test_doctor_of_a_bad_model_fails(tmp_path: Path, tiny_model: Path) -> None:
     assert "truncated" in done.stdout
 
 
-def test_help_shows_the_defaults() -> None:
-    shown = " ".join(cllm("serve", "--help").stdout.replace("│", " ").split())
-    for option in ("--host", "--port", "--parallel", "--ctx-size", "--threads", "--queue-size", "--drain-s"):
-        assert option in shown
-    for default in ("127.0.0.1", "18081", "1024", "512", "30.0", "info", "CLLM_PORT", "CLLM_LOG_LEVEL"):
-        assert default in shown
-
-
 def test_version() -> None:
     assert cllm("--version").stdout.startswith("cllm 0.")
-
-
-def test_servers_do_not_share_a_port(tiny: Server, tiny_model: Path) -> None:
-    assert "in use" in one_line(cllm("serve", str(tiny_model), "--port", str(tiny.port)))

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from cllm.testing import say
+from proof.resume import SCRIPTED
 from tests.driver.cluster import FolderCluster
 from tests.driver.server import Server, get_children, parse_events, stream_text, wait_for
-from tests.soak.resume import SCRIPTED
 
 TEXT = "so it goes on from replica to replica, and no client hears of it. " * 3
 STREAMS = 6

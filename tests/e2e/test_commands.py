@@ -22,7 +22,6 @@ from tests.tiny_models import make_dense
 NOT_RUN = {
     "make ": "CI runs `make check` and `make test`; the others are named in the Makefile",
     "cllm build": "compiles for minutes; tests/unit/build",
-    "cllm tune": "measures for a minute; test_tune",
     "cllm llama-server": "test_llama_routes",
     "cllm_server": "the earlier server's spelling; test_cli",
     "cllm chat": "answers until it is left; test_chat",
@@ -30,12 +29,12 @@ NOT_RUN = {
     "cllm launch": "runs other programs; test_launch",
     "cllm load": "needs a server of several models; test_launch",
     "cllm unload": "the same",
-    "cllm cluster": "needs Ray; `make cluster-test`, tests/unit/cli/test_cluster.py",
+    "cllm cluster": "needs Ray; `proof/cluster.py`, tests/unit/cli/test_cluster.py",
     "cllm serve MODEL --cluster": "likewise; test_cluster without Ray",
     "scp ": "needs a second machine",
     "ssh ": "likewise",
     "docker ": "needs a daemon; tests/unit/test_wheel.py reads the Dockerfile",
-    "pip install ": "`make wheel-test`",
+    "pip install ": "`proof/wheel.py`",
     "cllm service install model.gguf": "needs the systemd of a user; tests/unit/cli/test_service.py",
     "cllm service status": "likewise",
     "cllm service remove": "likewise",
@@ -46,7 +45,7 @@ BLOCK = re.compile(r"^```(?:sh|console|bash)\n(.*?)^```", re.DOTALL | re.MULTILI
 PAGES = (
     ROOT / "README.md",
     ROOT / "SECURITY.md",
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "log.md"),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.name.startswith("log")),
 )
 CLLM = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'from cllm.cli.main import main; main()' \"$@\"\n"
 

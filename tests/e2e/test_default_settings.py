@@ -1,4 +1,4 @@
-"""Servers as users start them: tuning, disk cache and all threads on; and the riskiest options on top."""
+"""Servers as users start them, with disk cache and all threads; and the riskiest options on top."""
 
 from __future__ import annotations
 

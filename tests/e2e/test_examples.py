@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cllm.server.protocol.base import EVENTS, JSON, NDJSON
+from cllm.server.dialect import EVENTS, JSON, NDJSON
 from tests.driver.server import Server
 from tests.unit.server.test_openapi import ROUTES
 
@@ -33,9 +33,9 @@ def same(found: Any, shown: Any) -> bool:
     return found == shown or "anything" in (found, shown)
 
 
-# What changes the server, or needs a folder or a hub of its own: test_reload, test_state_files, test_ollama.
+# What changes the server, or needs a folder or a hub of its own: test_reload, test_ollama.
 NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
-CHANGING = ("/admin/", "/api/pull", "/api/delete")
+CHANGING = ("/admin/", "/api/pull", "/api/delete", "/api/copy")
 SHOWN = sorted(f"{method} {path}" for method, path, _ in ROUTES if not path.startswith(CHANGING))
 
 
@@ -92,8 +92,3 @@ def test_an_empty_body_is_refused_as_shown(route: str, tiny: Server) -> None:
     refused = tiny.client.post(path, content="a=b", headers={"Content-Type": "text/plain"})
     assert refused.status_code == 415
     assert refused.json() == shown["415"]["content"][JSON]["example"]
-
-
-def test_the_page_is_served(tiny: Server) -> None:
-    page = tiny.client.get("/docs")
-    assert page.status_code == 200 and "openapi.json" in page.text

@@ -6,9 +6,9 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.soak.exits import MAX_DELAY_S, Outcome, run_one
+from proof.exits import MAX_DELAY_S, Outcome, run_one
 
-ENDINGS = (("threads", "exit"), ("stream", "interrupt"))  # `make exits` has them all
+ENDINGS = (("threads", "exit"), ("stream", "interrupt"))  # `proof/exits.py` has them all
 
 
 def test_an_interpreter_with_an_open_model_ends_cleanly(tiny_model: Path) -> None:

@@ -1,35 +1,50 @@
-"""The exact event sequences of streams, against recordings; see `tests/e2e/golden`."""
+"""The answers of every route, against recordings; see `tests/e2e/golden`."""
 
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 
 from tests.driver.server import Server
-from tests.e2e.golden.cases import CASES, TEXT
-from tests.e2e.golden.normal import normal
-from tests.e2e.golden.record import RECORDINGS, ask, recorded
+from tests.e2e.golden.cases import TEXT
+from tests.e2e.golden.groups import GROUPS
+from tests.e2e.golden.normal import normal, parse
+from tests.e2e.golden.record import RECORDINGS, ask, ask_all, closed_server, compare, recorded
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_stream_is_as_recorded(scripted: Server, name: str) -> None:
-    assert normal(ask(scripted, CASES[name])) == recorded(name)
+def check(server: Server, group: str) -> None:
+    differences = list(compare(group, recorded(group), ask_all(server, group)))
+    assert not differences, "\n".join(differences)
 
 
-def test_an_error_has_the_shape_that_whole_answers_of_the_route_have(scripted: Server) -> None:
-    for name in ("llama-completion-error", "completions-error", "chat-error", "messages-error"):
-        whole = scripted.post(CASES[name].path, CASES[name].body)
-        assert whole.status_code == 500
-        assert recorded(name)[-1]["data"] == whole.json()
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "closed"])
+def test_answers_are_as_recorded(scripted: Server, group: str) -> None:
+    check(scripted, group)
+
+
+def test_answers_of_a_server_with_keys_are_as_recorded(tmp_path: Path) -> None:
+    with closed_server(tmp_path) as server:
+        check(server, "closed")
 
 
 def test_no_recording_is_left_over() -> None:
-    assert {file.stem for file in RECORDINGS.glob("*.jsonl")} == set(CASES)
+    assert {file.stem for file in RECORDINGS.glob("*.jsonl")} == set(GROUPS)
+
+
+def test_an_error_in_a_stream_has_the_shape_that_whole_answers_have() -> None:
+    apis = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "messages": "/v1/messages"}
+    for group, path in (apis | {"llama": "/completion", "ollama": "/api/chat"}).items():
+        whole, stream = (json.loads(recorded(group)[f"{path} error{way}"]) for way in ("", ", stream"))
+        assert whole["status"] == 500 and stream["status"] == 200
+        assert stream["events"][-1]["data"] == whole["body"]
 
 
 def test_pieces_come_as_they_are_made_and_merging_changes_nothing(scripted: Server) -> None:
-    events = ask(scripted, CASES["chat"])
+    response = ask(scripted.client, GROUPS["chat"]["/v1/chat/completions text, stream"])
+    events = list(parse(response.iter_lines()))
     contents = [event["data"]["choices"][0]["delta"].get("content") for event in events[:-1]]
     assert len(contents) > 5 and "".join(content or "" for content in contents) == TEXT
     merged = copy.deepcopy(events)

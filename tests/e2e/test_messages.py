@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -15,8 +14,7 @@ from anthropic.types import MessageParam
 from pydantic import BaseModel
 
 from tests.driver.agent_bodies import CLAUDE, CLAUDE_TURNS
-from tests.driver.same_text import EXACT
-from tests.driver.server import Server, StartServer
+from tests.driver.server import Server
 from tests.tiny_models import END_OF_TEXT
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
@@ -74,19 +72,6 @@ def test_streamed_and_whole_messages_are_the_same(client: anthropic.Anthropic) -
     assert whole.stop_reason == final.stop_reason == "end_turn"
     assert words(final) == words(whole) == "".join(pieces) and len(pieces) > 1
     assert final.usage.output_tokens == whole.usage.output_tokens
-
-
-def test_events_carry_their_name(tiny: Server) -> None:
-    body = {"messages": QUESTION, "max_tokens": 3, "stream": True, "temperature": 0}
-    answer = tiny.post("/v1/messages", body)
-    names = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        names.append(name.removeprefix("event: "))
-        assert json.loads(data.removeprefix("data: "))["type"] == names[-1]
-    assert names[:3] == ["message_start", "ping", "content_block_start"]
-    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert set(names[3:-3]) == {"content_block_delta"}
 
 
 def test_all_ways_to_ask_are_the_same(client: anthropic.Anthropic) -> None:
@@ -291,7 +276,7 @@ def test_reasoning_are_a_block_of_their_own(thinking: Server) -> None:
         ({"tools": [{"name": "x"}]}, anthropic.BadRequestError, "'input_schema' is missing"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "needs tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError, "not among"),
-        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences: "),
+        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences[0]: "),
         ({"temperature": 1.5}, anthropic.BadRequestError, "temperature: "),
         ({"grammar": "("}, anthropic.BadRequestError, "grammar: "),
         (
@@ -343,22 +328,3 @@ def test_a_disconnect_in_mid_stream_leaves_nothing_behind(client: anthropic.Anth
         ) as stream,
     ):
         next(iter(stream))
-
-
-def test_an_answer_outlives_its_engine(start: StartServer, tiny_model: Path) -> None:
-    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", *EXACT)
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-
-        def ask() -> Any:
-            greedy = {"temperature": 0}
-            return client.messages.stream(model="any", max_tokens=600, messages=QUESTION, extra_body=greedy)
-
-        with ask() as stream:
-            expected = stream.get_final_message()
-        with ask() as stream:
-            next(iter(stream.text_stream))
-            server.kill_worker("engine")
-            resumed = stream.get_final_message()
-    assert resumed.content == expected.content
-    assert (resumed.stop_reason, resumed.usage.output_tokens) == ("max_tokens", expected.usage.output_tokens)
-    assert server.metrics()["cllm_engine_restarts_total"] == 1

@@ -54,7 +54,7 @@ def test_a_split_model_is_pulled_served_and_listed(
 ) -> None:
     with pytest.raises(ModelFileError, match="is not on this machine, and --offline pulls nothing"):
         LLM(f"hf:{REPO}", offline=True)
-    server = start(f"hf:{REPO}", "--ctx-size", "512", "--parallel", "1", "--no-tune", **environment)
+    server = start(f"hf:{REPO}", "--ctx-size", "512", "--parallel", "1", **environment)
     assert hub.sent == sum(map(len, hub.repos[REPO].values()))
     assert server.generate("hello", 4)["usage"]["completion_tokens"] == 4
     assert server.get("/v1/models")["data"][0]["id"] == "tiny-F32"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from proof.neighbours import MAX_GAP, TARGET_S, gaps_of_all
 from tests.driver.server import Server, Stopwatch
-from tests.soak.neighbours import MAX_GAP, TARGET_S, gaps_of_all
 
 ATTEMPTS = 3  # something delays a token now and then; a defect delays it every time
 

@@ -1,7 +1,7 @@
 """An outsider's view: without a key, with a wrong one, or with another tenant's, nothing is to be had.
 
 Each attempt is a test, over real HTTP, on one server that has all an attacker may want: two tenants, an
-admin, a folder of models and one of state files with a file beside each, and a hub that would note a visit.
+admin, a folder of models and one of saved slots with a file beside each, and a hub that would note a visit.
 What wrong input does to a route is in tests/failure_modes; who may call which, in test_bad_input_access.
 """
 
@@ -50,12 +50,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     make_dense(folder / "models" / "served.gguf")
     make_dense(folder / "outside.gguf", seed=5)
     (folder / "models" / "link.gguf").symlink_to(folder / "outside.gguf")
-    (folder / "secret.kv").write_text(SECRET)
+    (folder / "secret.slot").write_text(SECRET)
     file = folder / "keys.toml"
     keys = {name: add_key(file, name, admin=name == "boss") for name in ("ann", "bob", "boss")}
     arguments: tuple[str, ...] = ("--api-keys", str(file), "--model-dir", str(folder / "models"))
     arguments += ("--threads", "1")
-    arguments += ("--state-dir", str(folder / "states"), "--header-timeout-s", "1", "--body-timeout-s", "1")
+    arguments += ("--cache-dir", str(folder / "states"), "--cache-disk-mb", "64")
+    arguments += ("--header-timeout-s", "1", "--body-timeout-s", "1")
     served = str(folder / "models" / "served.gguf")
     caches: dict[str, Any] = {
         name: str(folder / "cache") for name in ("HF_HOME", "HF_HUB_CACHE", "MODELSCOPE_CACHE")
@@ -178,29 +179,6 @@ def test_another_tenants_cached_prompt_is_not_reported(target: Target) -> None:
     assert cached("bob") == 0
 
 
-# Host, Origin and the body's type ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "[::1].evil"]
-)
-def test_a_foreign_host_gets_nothing_even_with_a_key(target: Target, host: str) -> None:
-    refused(target.ask("ann", "GET", "/v1/models", host=host), 400, 403)
-    refused(target.ask("boss", "POST", "/admin/cache/clear", {}, host=host), 400, 403)
-
-
-def test_a_foreign_page_can_neither_read_nor_write(target: Target) -> None:
-    foreign = {"origin": "https://evil.example"}
-    for path in ("/v1/models", "/health", "/"):
-        answer = target.client.get(path, headers=foreign)
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-    body = json.dumps({"prompt": "x", "max_tokens": 1})
-    kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
-    for kind in kinds:  # a browser sends these without asking first
-        headers = {**foreign, "content-type": kind, "authorization": f"Bearer {target.keys['ann']}"}
-        refused(target.client.post("/generate", content=body, headers=headers), 415)
-
-
 # Paths ------------------------------------------------------------------------------------------------------
 
 OUT = (
@@ -216,13 +194,17 @@ OUT = (
 )
 
 
-@pytest.mark.parametrize("route", ["/admin/prefixes/save", "/admin/prefixes/restore"])
-def test_a_state_file_lies_in_its_folder(target: Target, route: str) -> None:
-    before = sorted(target.folder.rglob("*"))
+@pytest.mark.parametrize("action", ["save", "restore"])
+def test_a_saved_slot_lies_in_its_folder(target: Target, action: str) -> None:
+    def beside() -> list[Path]:
+        cache = target.folder / "states"
+        return sorted(path for path in target.folder.rglob("*") if cache not in path.parents)
+
+    before = beside()
     for name in OUT:
-        refused(target.ask("boss", "POST", route, {"name": name}), 400)
-    assert sorted(target.folder.rglob("*")) == before
-    assert (target.folder / "secret.kv").read_text() == SECRET
+        refused(target.ask("boss", "POST", f"/slots/0?action={action}", {"filename": name}), 400)
+    assert beside() == before and not list(target.folder.rglob("states/**/*.slot"))
+    assert (target.folder / "secret.slot").read_text() == SECRET
 
 
 @pytest.mark.parametrize(
@@ -298,20 +280,6 @@ def test_a_body_is_refused_before_it_is_read_without_a_key(target: Target) -> No
         head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
-
-
-def test_slow_strangers_are_cut_off_together(target: Target) -> None:
-    began = time.monotonic()
-    lines = (b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"G", b"")
-    connections = [dial(target.server) for _ in range(30)]
-    for number, connection in enumerate(connections):
-        connection.sendall(lines[number % 3])
-    assert target.ask("ann", "POST", "/generate", {"prompt": "x", "max_tokens": 1}).status_code == 200
-    for connection in connections:
-        with connection:
-            answer = read_all(connection)
-            assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - began < 10
 
 
 BOMBS: dict[str, dict[str, Any]] = {

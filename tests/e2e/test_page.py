@@ -1,4 +1,4 @@
-"""The page at `/` in a real Chromium, on the scripted model. What takes longer: tests/soak/page.py."""
+"""The page at `/` in a real Chromium, on the scripted model. What takes longer: proof/page.py."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_nothing_is_clipped_on_a_phone(visit: Visit, scheme: str) -> None:
 def test_several_models_have_a_tab(browser: Any, tmp_path: Path) -> None:
     paths = [str(make_dense(tmp_path / f"{name}.gguf")) for name in ("small", "large")]
     log, phone = tmp_path / "log", {"width": 390, "height": 844}
-    options = ("--threads", "1", "--ctx-size", "1024", "--parallel", "1", "--no-tune")
+    options = ("--threads", "1", "--ctx-size", "1024", "--parallel", "1")
     with (
         Server(log, *paths, *options) as server,
         visiting(browser, server, viewport=phone) as visitor,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
-from cllm.errors import ContextLengthExceeded, EngineNotReady, InvalidRequest, ModelFileError
+from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelFileError
 from cllm.models.store import embedded_model
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason
-from tests.driver.server import Server, environment
+from tests.driver.server import Server
 from tests.tiny_models import END_OF_TEXT
 
 GREEDY = SamplingParams(temperature=0)
@@ -257,58 +254,16 @@ def test_bad_requests_raise(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_no_tokens_at_all_cannot_be_asked_for(llm: LLM, max_tokens: int) -> None:
-    with pytest.raises(InvalidRequest, match="max_tokens"):
-        llm.generate(PROMPTS[0], GREEDY, max_tokens=max_tokens)
-
-
-def test_an_empty_stop_string_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="stop"):
-        llm.generate(PROMPTS[0], GREEDY, max_tokens=4, stop=[""])
-
-
 def test_a_missing_model_raises_at_once(tmp_path: Path) -> None:
     for kind in (LLM, AsyncLLM):
         with pytest.raises(ModelFileError, match="no model file"):
             kind(tmp_path / "none.gguf")
 
 
-def test_a_model_that_is_not_open_yet_says_so() -> None:
-    with pytest.raises(EngineNotReady, match="open it first"):
-        LLM(make_runner=lambda _: FakeRunner()).info  # noqa: B018
-
-
 def test_closing_twice_is_fine(tiny_model: Path) -> None:
     with LLM(tiny_model, parallel=1, ctx_size=512, threads=1) as tiny:
         assert tiny.generate("x", GREEDY, max_tokens=2)[0].tokens
         tiny.close()
-
-
-CLOSED = """
-import sys
-from cllm import LLM, SamplingParams
-from cllm.errors import ShuttingDown
-with LLM(sys.argv[1], parallel=1, ctx_size=512, threads=1) as llm:
-    pass
-for use in (llm.generate, lambda prompt: next(iter(llm.stream(prompt)))):
-    try:
-        use("x")
-    except ShuttingDown:
-        print("closed")
-"""
-
-
-def test_a_closed_model_says_so(tiny_model: Path) -> None:
-    """In a process of its own: its memory is freed, and a use of it would be the end of that process."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSED, str(tiny_model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["closed", "closed"]), done.stderr
 
 
 def test_async_has_the_same_names_and_answers(tiny_model: Path) -> None:

@@ -123,14 +123,6 @@ def test_streamed_and_whole_responses_are_the_same(client: openai.OpenAI) -> Non
         assert stream.get_final_response().output_text == whole.output_text
 
 
-def test_events_carry_their_name_and_number(tiny: Server) -> None:
-    events = events_of(tiny, {"input": QUESTION, "max_output_tokens": 3, "temperature": 0})
-    assert [name for name, _ in events] == [data["type"] for _, data in events]
-    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
-    assert (events[0][0], events[-1][0]) == ("response.created", "response.incomplete")
-    assert events[0][1]["response"]["status"] == "in_progress"
-
-
 def test_structured_outputs_are_parsed(client: openai.OpenAI) -> None:
     answer = client.responses.parse(
         model="any", input="Describe a person.", text_format=Person, max_output_tokens=200, temperature=0
@@ -226,15 +218,15 @@ def test_reasoning_are_an_item_of_their_own(thinking: Server) -> None:
         ({"tools": [WEATHER, WEATHER]}, openai.BadRequestError, "tools", "same name"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "mcp"}}, openai.BadRequestError, "tool_choice", "'mcp'"),
-        ({"input": ""}, openai.BadRequestError, "input", "at least 1"),
-        ({"input": []}, openai.BadRequestError, "input", "at least 1"),
+        ({"input": ""}, openai.BadRequestError, "input", "length >= 1"),
+        ({"input": []}, openai.BadRequestError, "input", "length >= 1"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///x"}]}]},
             openai.BadRequestError,
             "input",
             "text only",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "length >= 1"),
         ({"input": [{"type": "message"}]}, openai.BadRequestError, "input", "missing"),
         ({"input": "hello " * 9000}, openai.BadRequestError, None, "maximum context length is"),
         ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens", "1"),

@@ -1,4 +1,4 @@
-"""The engine is killed in mid-answer, and each answer is as if not: a sample of `make resume`."""
+"""The engine is killed in mid-answer, and each answer is as if not: a sample of `proof/resume.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.resume import STREAMS, open_session
+from proof.resume import STREAMS, open_session
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,6 @@ def test_encode_and_decode_round_trip(tiny: Server, embedded: Server, text: str)
         assert server.post("/decode", {"tokens": encoded["tokens"]}).json() == {"text": text}
 
 
-def test_control_tokens_in_text_are_plain_text(embedded: Server) -> None:
-    tokens = embedded.post("/encode", {"text": "<|im_end|>"}).json()["tokens"]
-    assert len(tokens) > 1
-    assert embedded.post("/decode", {"tokens": tokens}).json() == {"text": "<|im_end|>"}
-
-
 def test_nothing_encodes_to_nothing(tiny: Server) -> None:
     assert tiny.post("/encode", {"text": ""}).json() == {"tokens": [], "length": 0}
     assert tiny.post("/decode", {"tokens": []}).json() == {"text": ""}
@@ -98,12 +92,6 @@ def test_metrics_count_tokens_and_times(tiny: Server) -> None:
     assert grown("inter_token_seconds_count") == 9
 
 
-def test_metrics_are_prometheus_text(tiny: Server) -> None:
-    answer = tiny.client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert len(tiny.metrics()) > 20
-
-
 def test_debug_requests_and_debug_kv_while_it_runs(tiny: Server) -> None:
     with tiny.open_stream("look at me", LONG) as events:
         request_id = next(events)["id"]
@@ -147,24 +135,6 @@ def test_what_is_in_use_is_apart_from_what_is_cached_and_can_be_cleared(tiny: Se
     assert tiny.kv()["cells"]["cached"] == 0
     assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
     assert tiny.kv()["cells"]["cached"] == 0, "it leaves nothing behind"
-
-
-def test_health_and_ready(tiny: Server) -> None:
-    assert tiny.get("/health")["status"] == "ok"
-    assert tiny.get("/ready") == {"status": "ready"}
-
-
-def test_the_api_page_is_there(tiny: Server) -> None:
-    paths = tiny.get("/openapi.json")["paths"]
-    assert {"/generate", "/generate_stream", "/encode", "/decode", "/model/info"} <= set(paths)
-    assert tiny.client.get("/docs").status_code == 200
-
-
-def test_the_log_holds_no_prompt_and_no_answer(tiny: Server) -> None:
-    secret = "zq9xSecretPrompt"
-    tiny.generate(secret, 8)
-    tiny.post("/generate", {"prompt": secret, "max_tokens": 0})
-    assert secret not in tiny.log_text
 
 
 @pytest.mark.parametrize(

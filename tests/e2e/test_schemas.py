@@ -1,4 +1,4 @@
-"""Random JSON schemas on a large vocabulary: what ends with `stop` validates. `make schemas` asks for 200."""
+"""Random JSON schemas on a large vocabulary: what ends with `stop` validates. `proof/schemas.py` has 200."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import jsonschema
 import pytest
 
+from proof.schemas import ask_all, check
+from proof.shared.schema_maker import SchemaMaker
 from tests.driver.server import Server, wait_for
-from tests.soak.schema_maker import SchemaMaker
-from tests.soak.schemas import ask_all, check
 
 
 def test_answers_validate(wide: Server) -> None:

@@ -1,15 +1,15 @@
 """schemathesis reads the OpenAPI description and sends what it allows and what it does not: never a 5xx.
 
 Here on the scripted model with a small context, so that no request is expensive, and with few examples.
-`make fuzz` (`tests/e2e/fuzz.py`) runs longer, on a real (tiny) model, and tries every limit of every field.
+`proof/fuzz_routes.py` runs longer, on a real (tiny) model, and tries every limit of every field.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from proof.fuzz_routes import fuzz
 from tests.driver.server import wait_for
-from tests.e2e.fuzz import fuzz
 from tests.e2e.golden.record import scripted_server
 
 EXAMPLES = 2

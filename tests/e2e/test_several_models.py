@@ -75,7 +75,7 @@ def test_models_are_loaded_when_asked_for_and_swapped_by_memory(server: Server) 
     with ThreadPoolExecutor(4) as pool:
         again = list(pool.map(lambda _: server.generate(prompt, 4, model="swapped"), range(4)))
     assert {each["text"] for each in again} == {first["text"]}
-    # A prefix of so small a model may be computed sooner than it is read; `make models` shows its use.
+    # A prefix of so small a model may be computed sooner than it is read; `proof/models.py` shows its use.
     assert re.search(r"disk cache: [1-9]\d* prefixes", server.log_text), "written at the unload"
 
 

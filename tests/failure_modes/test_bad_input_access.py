@@ -206,6 +206,8 @@ def test_only_operators_change_the_servers_state(keyed: Keyed, start_for_module:
         "127.0.0.1.evil.example",
         "10.0.0.1",
         "[::2]:1",
+        "localhost@evil.example",
+        "[::1].evil",
     ],
 )
 def test_a_foreign_host(tiny: Server, host: str) -> None:

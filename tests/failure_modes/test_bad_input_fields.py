@@ -16,7 +16,6 @@ import pytest
 
 from tests.driver.http import JSON, field_refused, refusal
 from tests.driver.server import PATIENCE_S, Server, get_data
-from tests.soak.oversized import ask
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",
@@ -106,6 +105,8 @@ RANGES = {
     "mirostat": ["-1", "3"],
     "mirostat_tau": ["-1", "101"],
     "mirostat_eta": ["-0.1", "1.1"],
+    "adaptive_target": ["-1.1", "1.1"],
+    "adaptive_decay": ["-0.1", "1"],
     "seed": [str(-(2**63) - 1), str(2**63)],
 }
 
@@ -228,7 +229,7 @@ def test_prompts_of_5_mb_leave_health_quick(tiny: Server) -> None:
     statuses: list[int] = []
 
     def send() -> None:  # several: each is refused within milliseconds
-        statuses.extend(ask(("127.0.0.1", tiny.port), GENERATE, body).status for _ in range(10))
+        statuses.extend(tiny.client.post(GENERATE, content=body, headers=JSON).status_code for _ in range(10))
 
     def median(asking: Callable[[], bool]) -> float:
         took: list[float] = []

@@ -30,9 +30,10 @@ def send(server: Server, route: str, body: bytes) -> httpx.Response:
 
 @pytest.mark.failure_mode("body-not-json")
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("body", [b"", b"{prompt: x", b'{"prompt": "x"', b'{"prompt": "\xff\xfe"}', b"\0"])
-def test_a_body_that_is_no_json(tiny: Server, route: str, body: bytes) -> None:
-    refusal(send(tiny, route, body))
+@pytest.mark.parametrize("more", [b"", b"x" * 300_000], ids=["small", "large"])
+@pytest.mark.parametrize("body", [b"", b"{prompt: x", b'{"prompt": "x', b'{"prompt": "\xff\xfe', b"\0"])
+def test_a_body_that_is_no_json(tiny: Server, route: str, body: bytes, more: bytes) -> None:
+    refusal(send(tiny, route, body + more))
 
 
 @pytest.mark.failure_mode("body-not-an-object")

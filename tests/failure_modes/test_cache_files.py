@@ -1,4 +1,4 @@
-"""Cache files: a saved prefix cache that is corrupt, and a disk that is full."""
+"""Cache files: one that is corrupt, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tests.driver.server import SERVE, Server, StartServer
 PROMPT = "a long prefix that is worth keeping, " * 20
 
 
-def save(server: Server, name: str = "warm") -> httpx.Response:
-    return server.post("/admin/prefixes/save", {"name": name})
+def use(server: Server, action: str, name: str = "warm", slot: int = 0) -> httpx.Response:
+    return server.post(f"/slots/{slot}?action={action}", {"filename": name})
 
 
-def restore(server: Server, name: str = "warm") -> httpx.Response:
-    return server.post("/admin/prefixes/restore", {"name": name})
+def save(server: Server) -> httpx.Response:
+    """Save the slot that holds most."""
+    held = {slot["tokens"]: slot["seq_id"] for slot in server.get("/debug/kv")["cached"]}
+    return use(server, "save", slot=held[max(held)])
 
 
 def cached(server: Server) -> int:
@@ -30,45 +32,43 @@ def cached(server: Server) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def failures(server: Server) -> float:
-    return server.metrics()["cllm_state_file_failures_total"]
-
-
 @pytest.mark.failure_mode("corrupt-cache-file")
-def test_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "states"
-    server = start(str(tiny_model), "--threads", "1", "--state-dir", str(folder))
+def test_a_saved_slot_that_is_corrupt(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(tmp_path), "--cache-disk-mb", "64")
+    server = start(*arguments)
     text = server.generate(PROMPT, 16)["text"]
     done = save(server).json()
-    assert done["entries"] >= 1 and done["tokens"] > 64
+    assert done["n_saved"] > 64
     server.stop()
     # Another process, which knows nothing but the file.
-    server = start(str(tiny_model), "--threads", "1", "--state-dir", str(folder))
-    file = folder / "warm.prefixes"
+    for path in tmp_path.glob("kv/*/*.kv"):
+        path.unlink()
+    server = start(*arguments)
+    (file,) = tmp_path.glob("kv/*/warm.slot")
     good = file.read_bytes()
     middle = len(good) // 2
     damaged = {
         "checksum": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
         "truncated": good[:-100],
-        "not a state file": b"\0" * len(good),
+        "not a cache file": b"\0" * len(good),
     }
-    for number, (said, data) in enumerate(damaged.items(), 1):
+    for said, data in damaged.items():
         file.write_bytes(data)
-        assert said in refusal(restore(server), 400, "state_file_invalid")
-        assert failures(server) == number
+        assert said in refusal(use(server, "restore"), 400, "cache_file_invalid")
         assert server.metrics()["cllm_prefix_ram_bytes"] == 0
         unharmed(server)
     file.write_bytes(good)
-    assert restore(server).json() == {**done, "skipped": 0}
+    restored = use(server, "restore").json()
+    assert (restored["n_restored"], restored["n_read"]) == (done["n_saved"], done["n_written"])
     assert cached(server) > 64
     assert server.generate(PROMPT, 16)["text"] == text
-    refusal(restore(server, "another"), 404)
-    refusal(restore(server, "../warm"), 400)
+    refusal(use(server, "restore", "another"), 404)
+    refusal(use(server, "restore", "../warm"), 400)
     unharmed(server)
     # The same file is no good for another layout of the same model.
     server.stop()
-    server = start(str(tiny_model), "--threads", "1", "--unified-kv", "--state-dir", str(folder))
-    assert "layout" in refusal(restore(server), 400, "state_file_invalid")
+    server = start(*arguments, "--unified-kv")
+    assert "layout" in refusal(use(server, "restore"), 404)
     assert server.generate(PROMPT, 16)["text"] == text
     server.stop()
 
@@ -93,9 +93,9 @@ def test_a_damaged_file_of_the_disk_cache(start: StartServer, tiny_model: Path, 
 
 
 @pytest.mark.failure_mode("corrupt-cache-file")
-def test_without_a_cache_folder_the_refusal_says_how(tiny: Server) -> None:
-    assert "--state-dir" in refusal(save(tiny), 403)
-    assert "--state-dir" in refusal(restore(tiny), 403)
+def test_without_a_disk_cache_the_refusal_says_how(tiny: Server) -> None:
+    for action in ("save", "restore"):
+        assert "--cache-disk-mb" in refusal(use(tiny, action), 501)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_disk_full(
 ) -> None:
     """Saving is answered with an error, a stream meanwhile goes on, nothing is left on the disk."""
     folder, limit = small_disk
-    arguments = (str(tiny_model), "--threads", "1", "--state-dir", str(folder))
+    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(folder), "--cache-disk-mb", "64")
     if limit:  # the log would hit the limit, too
         server = start(*arguments, program=(limit + SERVE[0], *SERVE[1:]), CLLM_LOG_LEVEL="error")
     else:
@@ -132,13 +132,13 @@ def test_disk_full(
     server.generate(PROMPT, 16)
     with server.open_stream("go on", 300) as events:
         seen = [next(events)]
-        for number in range(1, 4):
+        for _ in range(3):
             said = refusal(save(server), 507, "storage_failed")
             assert "no space left" in said or "too large" in said
-            assert failures(server) == number
         seen += list(events)
+    assert server.metrics()["cllm_prefix_disk_failures_total"] == 3
     assert "".join(event["token"] for event in seen) == alone
-    assert list(folder.iterdir()) == []
+    assert [path for path in folder.rglob("*") if not path.is_dir()] == []
     assert cached(server) > 64, "what is in RAM is not lost"
     unharmed(server)
     server.stop()

@@ -117,6 +117,13 @@ def test_disconnect_in_mid_decode_or_on_the_last_token_is_counted_once(one: Serv
         assert ended == {"cllm_requests_finished_total{outcome=cancelled}": 1.0}
 
 
+@pytest.mark.failure_mode("disconnect-in-decode")
+def test_disconnect_of_an_answer_that_is_not_streamed_frees_kv(one: Server) -> None:
+    body = {"prompt": "going away", "max_tokens": LONG, "temperature": 0}
+    with one.freed_on_leaving(), one.connect(body):
+        wait_for(lambda: one.kv()["sequences"]["leased"] == 1)
+
+
 @pytest.mark.failure_mode("abort-during-other-prefill")
 def test_abort_of_one_during_anothers_prefill_leaves_it_whole(four: Server) -> None:
     body = {"prompt": tokens(3000, 3), "n_predict": 12, "temperature": 0, "return_tokens": True}

@@ -12,16 +12,14 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
+from cllm.messages import Cancel
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason, Health, Request, SamplingParams
-from cllm.workers.engine_worker import ThreadExecutor
-from cllm.workers.messages import Cancel
+from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, Kind, Opened
 from tests.driver.runner import feed
 from tests.driver.same_text import Reference
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
 from tests.tiny_models import VOCABULARY
 
 POOLED = Kind("dense", unified=True)
@@ -189,15 +187,15 @@ def test_no_timing_reads_the_wall_clock() -> None:
 @pytest.mark.failure_mode("clock-jumps")
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 def test_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    engine = EngineClient(
+    engine = BlockingEngine(
         ThreadExecutor(lambda _: FakeRunner(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
     )
     engine.start()
-    engine.wait_ready(5)
+    engine.loaded.result(5)
     sampling = SamplingParams(ignore_eos=True)
     streams = [
         engine.submit(
-            Request(id=f"r{n}", prompt=(97, n), max_tokens=60, sampling=sampling, timeout_s=60.0),
+            Request(id=f"r{n}", prompt=Prompt((97, n)), max_tokens=60, sampling=sampling, timeout_s=60.0),
             BlockingOutputStream,
         )
         for n in range(12)

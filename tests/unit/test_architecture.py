@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,59 +12,31 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cllm"
 PATHS = sorted(PACKAGE.rglob("*.py"))
 
-# A module may import from lower layers, and from its own package on its own layer. The longest prefix counts.
+# A module may import from lower layers, and from its own folder. One entry for each folder; three modules of
+# the root lie above some of them.
 LAYERS = {
-    "cllm.types": 0,
-    "cllm.errors": 0,
-    "cllm.fields": 0,
-    "cllm.config": 0,
-    "cllm.logs": 0,
-    "cllm.names": 0,
-    "cllm.deprecated": 0,
-    "cllm.backend.base": 1,
+    "cllm": 0,
     "cllm.text": 1,
-    "cllm.workers.channel": 1,
-    "cllm.workers.compute_turns": 1,
-    "cllm.workers.messages": 2,
-    "cllm.workers.supervisor": 2,
-    "cllm.workers.executor": 2,
-    "cllm.workers.resumption": 2,
-    "cllm.workers.tokenizer_queue": 2,
-    "cllm.build": 2,
-    "cllm.cluster": 2,  # pure: the router, the simulation and the tests use it
-    "cllm.cluster.link": 3,
-    "cllm.cluster.gathering": 3,
-    "cllm.cluster.relay": 4,
-    "cllm.cluster.directory": 4,
-    "cllm.cluster.model_digest": 2,
-    "cllm.cluster.replica_load": 3,
-    "cllm.cluster.replica": 5,
-    "cllm.cluster.deployment": 6,
-    "cllm.cluster.cluster_worker": 5,
-    "cllm.backend.llama.gguf": 1,
-    "cllm.models": 2,
-    "cllm.models.catalog": 4,
-    "cllm.models.fit": 4,
-    "cllm.models.survey": 4,
+    "cllm.build": 1,
+    "cllm.messages": 2,
+    "cllm.backend": 2,
+    "cllm.models": 3,
     "cllm.core": 3,
-    "cllm.backend.llama": 3,
-    "cllm.frontend": 4,
-    "cllm.workers.tokenizer": 4,
-    "cllm.workers.engine_worker": 4,
-    "cllm.chat": 5,
-    "cllm.server": 6,
-    "cllm.tune": 6,
-    "cllm.llm": 7,
-    "cllm.local_model": 7,
-    "cllm.cli": 8,
-    "cllm.testing": 9,  # the scripted server runs the whole program
-    "cllm.__main__": 9,
+    "cllm.workers": 4,
+    "cllm.cluster": 5,
+    "cllm.frontend": 5,
+    "cllm.chat": 6,
+    "cllm.server": 7,
+    "cllm.llm": 8,
+    "cllm.cli": 9,
+    "cllm.testing": 10,  # the scripted server runs the whole program
+    "cllm.__main__": 10,
 }
 # The HTTP process: nothing native to inference, so that no input can crash it.
 HTTP_PACKAGES = ("cllm.server", "cllm.chat", "cllm.frontend")
 NOT_IN_HTTP = ("cllm.core", "cllm.backend.llama", "llguidance")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 FORBIDDEN = re.compile(
     r"(?<![a-z])(guess|park)|\btold\b|MOST_|LEAST_|\b(no|some|every|any)body\b|\bwhoever\b"
@@ -91,9 +61,9 @@ def get_layer(module: str) -> int:
 
 
 def walk(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported; with `lazy`, also those inside functions."""
+    """The nodes that run when a module is imported; with `lazy`, also those in functions and for types."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+        if not lazy and isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             continue
         if lazy or not isinstance(child, FUNCTIONS):
             yield child
@@ -159,7 +129,7 @@ def test_the_http_process_imports_nothing_native_to_inference() -> None:
     assert len(reached.keys() & MODULES.keys()) <= 91
 
 
-def test_a_file_has_at_most_450_lines() -> None:
+def test_a_file_has_at_most_600_lines() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
 
@@ -192,13 +162,6 @@ def test_words_are_the_fields() -> None:
     found = []
     for module, path in MODULES.items():
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if module != "cllm.deprecated" and (word := FORBIDDEN.search(line)):
+            if word := FORBIDDEN.search(line):
                 found.append(f"{module}:{number} {word.group()!r}")
     assert not found
-
-
-def test_the_table_of_modules_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/module_table.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The documents and the tests name the same invariants and failure modes."""
+"""The documents name what is there: invariants, failure modes, classes, folders, routes and each other."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ MARKED = {(name, file.name) for file in FAILURE_MODES.glob("test_*.py") for name
 SECTIONS = dict(
     re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", read(ROOT / "docs" / "invariants.md"), re.MULTILINE)
 )
+ARCHITECTURE = read(ROOT / "docs" / "architecture.md")
+LAYER = re.compile(r"^\| (\d+) \| (.+?) \|", re.MULTILINE)
+HEADERS = {"Host"}  # in backticks, too, and no class
 TESTS = {name for file in (ROOT / "tests").rglob("test_*.py") for name in DEFINITION.findall(read(file))}
 
 
@@ -57,6 +60,29 @@ def test_each_invariant_is_enforced_and_tested(name: str) -> None:
     tests = re.findall(r"`(test_\w+)`", SECTIONS[name])
     assert modules and [module for module in modules if not (ROOT / module).is_file()] == []
     assert tests and sorted(set(tests) - TESTS) == []
+
+
+def test_the_architecture_names_classes_that_exist() -> None:
+    sources = "\n".join(read(path) for path in (ROOT / "cllm").rglob("*.py"))
+    defined = set(re.findall(r"^(?:class )?([A-Z]\w+)(?=[:(\[]| = )", sources, re.MULTILINE))
+    named = set(re.findall(r"`([A-Z][a-z]+\w*)(?:\.\w+)?`", ARCHITECTURE))
+    assert named and sorted(named - HEADERS - defined) == []
+    assert len(ARCHITECTURE.splitlines()) <= 250
+
+
+def test_the_layer_table_has_each_folder_once() -> None:
+    table = ARCHITECTURE.partition("## Layers")[2].partition("## ")[0]
+    rows = [(int(layer), re.findall(r"`([\w./]+)`", names)) for layer, names in LAYER.findall(table)]
+    listed = [name for _, names in rows for name in names]
+    modules = [path for path in (ROOT / "cllm").glob("[a-z]*") if path.is_dir() or path.suffix == ".py"]
+    assert sorted(listed) == sorted(path.name + "/" * path.is_dir() for path in modules)
+    assert [layer for layer, _ in rows] == sorted(layer for layer, _ in rows)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    targets = {(page, target) for page in pages for target in re.findall(r"\]\(([^)#:]+)[#)]", read(page))}
+    assert [str(page) for page, target in targets if not (page.parent / target).exists()] == []
 
 
 def test_the_reference_is_what_the_code_says() -> None:

@@ -1,13 +1,16 @@
-"""`LLM` and `AsyncLLM` on a fake runner: what they cancel, how they close, and which input they refuse."""
+"""`LLM` and `AsyncLLM` over a fake runner: what they cancel, how they open and close, what they refuse."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
+import re
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +18,19 @@ import pytest
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.backend.base import StepStatus
 from cllm.config import EngineConfig
-from cllm.errors import DeadlineExceeded, EngineDied, InvalidRequest, ShuttingDown
-from cllm.testing import CHAT_TEMPLATE, FakeRunner, FakeVocabulary, ScriptedRunner, say
+from cllm.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineNotReady,
+    InvalidRequest,
+    ModelFileError,
+    PoisonRequest,
+    ShuttingDown,
+)
+from cllm.frontend.engine_client import EngineClient
+from cllm.testing import CHAT_TEMPLATE, FakeRunner, ScriptedRunner, say
 from tests.driver.server import wait_for
+from tests.driver.thread_engine import make_llm
 
 PATIENCE_S = 20.0
 CANCELLED_S = 8.0
@@ -34,82 +47,48 @@ def make_slow(_: EngineConfig) -> FakeRunner:
     return FakeRunner(chat_template=CHAT_TEMPLATE, step_s=0.02)
 
 
-class Interrupting(FakeVocabulary):
-    """Tokenising the prompt `now` is interrupted, as by Ctrl-C."""
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        if text == "now":
-            raise KeyboardInterrupt
-        return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+@pytest.fixture
+def slow_llm() -> Iterator[LLM]:
+    with make_llm(LLM, make_slow) as opened:
+        yield opened
 
 
 def idle(llm: LLM | AsyncLLM) -> bool:
-    return not llm._engine.requests
+    return not (llm._model if isinstance(llm, LLM) else llm)._engine.requests
 
 
 # A call that raises cancels what it has submitted ----------------------------------------------------
 
 
-def test_a_prompt_that_is_refused_cancels_the_others() -> None:
-    with LLM(make_runner=make_slow) as llm:
-        with pytest.raises(InvalidRequest, match="empty"):
-            llm.generate(["a", "b", "c", ""], ENDLESS, max_tokens=900)
-        wait_for(lambda: idle(llm), CANCELLED_S)
+def test_a_prompt_that_is_refused_cancels_the_others(slow_llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        slow_llm.generate(["a", "b", "c", ""], ENDLESS, max_tokens=900)
+    wait_for(lambda: idle(slow_llm), CANCELLED_S)
 
 
-def test_a_prompt_that_fails_cancels_the_others() -> None:
-    with LLM(make_runner=make_slow) as llm:
-        with pytest.raises(DeadlineExceeded):
-            llm.generate(["a"] * 50, ENDLESS, max_tokens=900, timeout=0.05)
-        wait_for(lambda: idle(llm), CANCELLED_S)
+def test_a_prompt_that_fails_cancels_the_others(slow_llm: LLM) -> None:
+    with pytest.raises(DeadlineExceeded):
+        slow_llm.generate(["a"] * 50, ENDLESS, max_tokens=900, timeout=0.05)
+    wait_for(lambda: idle(slow_llm), CANCELLED_S)
 
 
-def test_an_interrupt_while_submitting_cancels_what_is_submitted() -> None:
-    def make(_: EngineConfig) -> FakeRunner:
-        runner = make_slow(_)
-        runner.vocabulary = Interrupting()
-        return runner
-
-    with LLM(make_runner=make) as llm:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([*["a"] * 200, "now", "b"], ENDLESS, max_tokens=900)
-        wait_for(lambda: idle(llm), CANCELLED_S)
-
-
-@pytest.mark.parametrize("call", ["generate", "chat"])
-def test_an_interrupt_at_the_end_of_a_submit_leaves_no_request(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """The request is accepted, but its stream never reaches the caller."""
-    with LLM(make_runner=make_slow) as llm:
-        submit = llm._engine.submit
-
-        def interrupted(*arguments: Any) -> Any:
-            submit(*arguments)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(llm._engine, "submit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            if call == "chat":
-                llm.chat(QUESTION, ENDLESS, n=3, max_tokens=900)
-            else:
-                llm.generate(["a", "b"], ENDLESS, max_tokens=900)
-        wait_for(lambda: idle(llm), CANCELLED_S)
-
-
-def test_ctrl_c_while_reading_cancels_all() -> None:
-    timer = threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,))
-    with LLM(make_runner=make_slow) as llm:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["a"] * 20, ENDLESS, max_tokens=900)
-        timer.join(PATIENCE_S)
-        wait_for(lambda: idle(llm), CANCELLED_S)
+@pytest.mark.parametrize("call", ["generate", "chat", "stream"])
+def test_ctrl_c_while_reading_cancels_all(slow_llm: LLM, call: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: slow_llm.generate(["a"] * 20, ENDLESS, max_tokens=900),
+        "chat": lambda: slow_llm.chat(QUESTION, ENDLESS, n=3, max_tokens=900),
+        "stream": lambda: list(slow_llm.stream("a", ENDLESS, max_tokens=900)),
+    }
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    timer.join(PATIENCE_S)
+    wait_for(lambda: idle(slow_llm), CANCELLED_S)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_moment_of_submitting_leaves_the_engine_whole() -> None:
-    """The request table is never left half-changed: all places are free again, each time."""
+def test_ctrl_c_at_any_moment_of_a_call_leaves_no_request() -> None:
     drawn = random.Random(2)
 
     def interrupt(left: threading.Event) -> None:
@@ -118,7 +97,7 @@ def test_ctrl_c_at_any_moment_of_submitting_leaves_the_engine_whole() -> None:
         while not left.wait(0.5):  # Python loses one that comes in a finaliser
             os.kill(os.getpid(), signal.SIGINT)
 
-    with LLM(make_runner=lambda _: FakeRunner(sequences=2, step_s=0.01)) as llm:
+    with make_llm(LLM, lambda _: FakeRunner(sequences=2, step_s=0.01)) as llm:
         for _ in range(15):
             left = threading.Event()
             thread = threading.Thread(target=interrupt, args=(left,))
@@ -130,13 +109,14 @@ def test_ctrl_c_at_any_moment_of_submitting_leaves_the_engine_whole() -> None:
                 left.set()
                 thread.join(PATIENCE_S)
             wait_for(lambda: idle(llm), CANCELLED_S)
-            assert llm._engine._queue.waiting == (0, 0) and not llm._engine._queue._engine
+            queue = llm._model._engine._queue
+            assert queue.waiting == (0, 0) and not queue._engine
             assert len(llm.generate(["b"] * 4, max_tokens=1)) == 4
 
 
 def test_an_async_prompt_that_is_refused_cancels_the_others() -> None:
     async def use() -> None:
-        async with AsyncLLM(make_runner=make_slow) as llm:
+        async with make_llm(AsyncLLM, make_slow) as llm:
             with pytest.raises(InvalidRequest, match="empty"):
                 await llm.generate(["a", "b", "", "c"], ENDLESS, max_tokens=900)
             assert len(asyncio.all_tasks()) == 1, "no call goes on in the background"
@@ -145,13 +125,43 @@ def test_an_async_prompt_that_is_refused_cancels_the_others() -> None:
     asyncio.run(use())
 
 
-# Closing ---------------------------------------------------------------------------------------------
+def test_a_dropped_stream_is_cancelled(slow_llm: LLM) -> None:
+    for stream in (
+        slow_llm.stream("a", ENDLESS, max_tokens=900),
+        slow_llm.chat(QUESTION, ENDLESS, n=2, max_tokens=900, stream=True),
+    ):
+        next(iter(stream))
+        assert not idle(slow_llm)
+    del stream
+    wait_for(lambda: idle(slow_llm), CANCELLED_S)
+
+
+def test_a_reader_that_is_slow_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineClient, "unread_limit", 100)  # of a server, which would end its stream
+    with make_llm(LLM, make_fake) as llm:
+        stream = llm.stream("a", ENDLESS, max_tokens=200)
+        first = next(stream)
+        wait_for(lambda: idle(llm), PATIENCE_S)
+        assert len(first + "".join(stream)) == 200
+
+
+def test_a_request_that_kills_each_engine_says_so_each_time() -> None:
+    def fail(_: int, name: str) -> StepStatus | None:
+        return StepStatus.FAILED if name == "collect" else None
+
+    with make_llm(LLM, lambda _: FakeRunner(fail=fail)) as llm:
+        for _ in range(2):
+            with pytest.raises(PoisonRequest):
+                llm.generate("x")
+
+
+# Opening and closing ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_closing_an_async_model_ends_its_streams_on_the_loop(debug: bool) -> None:
     async def use() -> None:
-        llm = AsyncLLM(make_runner=make_fake)
+        llm = make_llm(AsyncLLM, make_fake)
         await llm.__aenter__()
         begun = asyncio.Event()
 
@@ -171,56 +181,227 @@ def test_closing_an_async_model_ends_its_streams_on_the_loop(debug: bool) -> Non
     asyncio.run(use(), debug=debug)
 
 
-def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
-    begun, release = threading.Event(), threading.Event()
+def test_closing_ends_the_calls_of_other_threads() -> None:
+    with make_llm(LLM, make_slow) as llm:
+        calls: list[Callable[[], object]] = [
+            lambda: llm.generate(["a"] * 20, ENDLESS, max_tokens=900),
+            lambda: list(llm.stream("a", ENDLESS, max_tokens=900)),
+        ]
+        threads = [run(call) for call in calls]
+        wait_for(lambda: not idle(llm), PATIENCE_S)
+        llm.close()
+        for thread, raised in threads:
+            join(thread)
+            assert [type(error) for error in raised] == [ShuttingDown]
 
-    class Slow(FakeVocabulary):
-        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-            if text == "long":
-                begun.set()
-                assert release.wait(PATIENCE_S)
-            return super().tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def make(_: EngineConfig) -> FakeRunner:
-        runner = FakeRunner()
-        runner.vocabulary = Slow()
-        return runner
+class SlowLoad:
+    """A runner that takes until `finish` to load, and cannot be interrupted."""
 
+    def __init__(self) -> None:
+        self.begun, self.finish = threading.Event(), threading.Event()
+
+    def __call__(self, _: EngineConfig) -> FakeRunner:
+        self.begun.set()
+        assert self.finish.wait(PATIENCE_S)
+        return FakeRunner()
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowLoad]:
+    load = SlowLoad()
+    yield load
+    load.finish.set()
+
+
+def run(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Call it in a thread; the list gets what it raises."""
+    raised: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def join(thread: threading.Thread) -> None:
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_model_can_be_closed_while_it_loads(slow: SlowLoad) -> None:
+    llm = make_llm(LLM, slow)
+    opener, raised = run(llm.__enter__)
+    assert slow.begun.wait(PATIENCE_S)
+    with pytest.raises(EngineNotReady, match="still loading"):
+        llm.generate("x")
+    closer, _ = run(llm.close)
+    wait_for(lambda: llm._model._closed, PATIENCE_S)
+    slow.finish.set()
+    join(closer)
+    join(opener)
+    assert isinstance(raised[0], ShuttingDown)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_async_model_can_be_closed_while_it_loads(slow: SlowLoad, debug: bool) -> None:
     async def use() -> None:
-        async with asyncio.timeout(PATIENCE_S), AsyncLLM(make_runner=make) as llm:
-            long = asyncio.create_task(llm.generate("long", max_tokens=2))
-            embedding = asyncio.create_task(llm.embed("short"))
-            while not begun.is_set():  # the loop runs
-                await asyncio.sleep(0.001)
-            assert await llm.generate("short", max_tokens=2), "nor other texts"
-            await embedding
-            assert not long.done()
-            closing = asyncio.create_task(llm.close())
-            await asyncio.sleep(0.02)
-            assert not closing.done(), "the vocabulary is being read"
-            release.set()
+        llm = make_llm(AsyncLLM, slow)
+        opening = asyncio.create_task(llm.__aenter__())
+        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+        closing = asyncio.create_task(llm.close())
+        asyncio.get_running_loop().call_later(0.05, slow.finish.set)
+        async with asyncio.timeout(PATIENCE_S):
             await closing
             with pytest.raises(ShuttingDown):
-                await long
+                await opening
+
+    asyncio.run(use(), debug=debug)
+
+
+def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
+    async def use() -> None:
+        asyncio.get_running_loop().call_later(0.1, slow.finish.set)
+        llm = make_llm(AsyncLLM, slow)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), llm:
+                raise AssertionError("it is not loaded")
+        with pytest.raises(ShuttingDown, match="closed"):
+            await llm.generate("x")
 
     asyncio.run(use())
 
 
-def test_an_engine_that_has_died_says_so_each_time() -> None:
-    def fail(_: int, name: str) -> StepStatus | None:
-        return StepStatus.FAILED if name == "collect" else None
+def test_a_second_entry_is_refused_and_leaves_the_first_alone() -> None:
+    with make_llm(LLM, make_fake) as llm:
+        with pytest.raises(RuntimeError, match="this model is open already"):
+            llm.__enter__()
+        assert llm.generate("hello", max_tokens=2)
+    with pytest.raises(RuntimeError, match="this model is closed"):
+        llm.__enter__()
 
-    with LLM(make_runner=lambda _: FakeRunner(fail=fail)) as llm:
-        for call in (llm.generate, llm.generate, llm.embed):
-            with pytest.raises(EngineDied):
-                call("x")
+
+def test_one_that_was_closed_before_it_was_opened_stays_closed() -> None:
+    llm = make_llm(LLM, make_fake)
+    llm.close()
+    with pytest.raises(RuntimeError, match="this model is closed"):
+        llm.__enter__()
+
+
+def test_a_loading_that_fails_leaves_nothing_open() -> None:
+    def fail(_: EngineConfig) -> FakeRunner:
+        raise ModelFileError("no such file")
+
+    llm = make_llm(LLM, fail)
+    with pytest.raises(ModelFileError, match="no such file"):
+        llm.__enter__()
+    with pytest.raises(ShuttingDown, match="closed"):
+        llm.generate("x")
+
+
+def test_workers_that_cannot_be_started_fail_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    llm = LLM(worker="cllm.testing")
+    with pytest.raises(EngineNotReady, match="could not be started: Cannot allocate memory"):
+        llm.__enter__()
+    with pytest.raises(ShuttingDown, match="closed"):
+        llm.generate("x")
+
+
+USES: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate("x"),
+    "no prompts": lambda llm: llm.generate([]),
+    "chat": lambda llm: llm.chat(QUESTION),
+    "chat stream": lambda llm: llm.chat(QUESTION, stream=True),
+    "stream": lambda llm: llm.stream("x"),
+    "stream of a chat": lambda llm: llm.stream(QUESTION),
+    "embed": lambda llm: llm.embed("x"),
+    "no texts": lambda llm: llm.embed([]),
+    "info": lambda llm: llm.info,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_says_whether_it_is_not_open_yet_or_closed(use: Callable[[LLM], Any]) -> None:
+    llm = make_llm(LLM, make_fake)
+    with pytest.raises(EngineNotReady, match=r"open it first: `with LLM\(...\)`"):
+        use(llm)
+    with llm:
+        use(llm)
+    with pytest.raises(ShuttingDown, match="this model is closed"):
+        use(llm)
+
+
+def test_every_use_of_an_async_model_says_so_too() -> None:
+    llm = make_llm(AsyncLLM, make_fake)
+    for use in (llm.generate, llm.embed):
+        with pytest.raises(EngineNotReady, match="open it first"):
+            asyncio.run(use("x"))
+    for call in (lambda: llm.chat(QUESTION), lambda: llm.stream("x"), lambda: llm.stream(QUESTION)):
+        with pytest.raises(EngineNotReady, match="open it first"):
+            call()
+
+
+def test_a_stream_that_was_made_before_closing_says_so() -> None:
+    with make_llm(LLM, make_fake) as llm:
+        pieces, chunks = llm.stream("x"), llm.chat(QUESTION, stream=True)
+    for late in (pieces, chunks):
+        with pytest.raises(ShuttingDown, match="this model is closed"):
+            next(iter(late))
+
+
+# Settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("parallel", -1, "parallel is -1: expected `int` >= 0"),
+        ("parallel", "4", "parallel is '4': expected `int`, got `str`"),
+        ("ctx_size", -5, "ctx_size is -5: expected `int` >= 0"),
+        ("batch_tokens", 0, "batch_tokens is 0: expected `int` >= 32"),
+        ("cache_type_k", "nope", "cache_type_k is 'nope': expected `str` matching"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_refused_by_name(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        make_llm(LLM, make_fake, **{setting: value})
+    assert refusal.value.message.startswith(message)
+    with pytest.raises(ConfigError):
+        make_llm(AsyncLLM, make_fake, config=EngineConfig(**{setting: value}))
+
+
+def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"'paralel' \(did you mean 'parallel'\?\)"):
+        make_llm(LLM, make_fake, paralel=2)
+
+
+def test_the_model_of_a_configuration_counts_unless_another_is_given() -> None:
+    asked: list[str] = []
+
+    def make(config: EngineConfig) -> FakeRunner:
+        asked.append(config.model)
+        return FakeRunner()
+
+    for more in ({}, {"model": "other.gguf"}):
+        with make_llm(LLM, make, config=EngineConfig(model="own.gguf"), **more):
+            pass
+    assert asked == ["own.gguf", "other.gguf"]
 
 
 # Input -----------------------------------------------------------------------------------------------
 
 
 def test_a_stop_text_is_one_text() -> None:
-    with LLM(make_runner=lambda _: ScriptedRunner()) as llm:
+    with make_llm(LLM, lambda _: ScriptedRunner()) as llm:
         prompt = say("8, 9, 10, 11")
         assert llm.generate(prompt, stop="9, 10")[0].text == "8, "
         assert llm.generate(prompt, stop=["9, 10", "x"])[0].text == "8, "
@@ -230,7 +411,7 @@ def test_a_stop_text_is_one_text() -> None:
 
 def test_without_a_seed_each_prompt_draws_its_own() -> None:
     warm, seeded = SamplingParams(temperature=1), SamplingParams(temperature=1, seed=5)
-    with LLM(make_runner=make_fake) as llm:
+    with make_llm(LLM, make_fake) as llm:
         for sampling in (None, warm):
             texts = {answer.text for answer in llm.generate(["x"] * 6, sampling, max_tokens=12)}
             assert len(texts) > 3
@@ -258,18 +439,18 @@ def test_without_a_seed_each_prompt_draws_its_own() -> None:
             {"sampling": SamplingParams(logit_bias=((300, 1.0),))},
             "logit_bias: 300 is not a token id (0 to 257)",
         ),
-        ({"max_tokens": 0}, "max_tokens is 0: expected `int` >= 1"),
-        ({"max_tokens": None}, "max_tokens is None: expected `int`, got `null`"),
-        ({"stop": [""]}, "stop is ['']: expected `str` of length >= 1"),
-        ({"stop": 5}, "stop is 5: expected `array`, got `int`"),
-        ({"timeout": 0}, "timeout is 0: expected `float` > 0.0"),
-        ({"timeout": float("nan")}, "timeout is nan: expected a finite number"),
-        ({"timeout": float("inf")}, "timeout is inf: expected a finite number"),
+        *(({"max_tokens": each}, "max_tokens: expected `int` >= 1") for each in (0, -1, None)),
+        ({"max_tokens": 1.5}, "max_tokens: expected `int | null`, got `float`"),
+        ({"stop": [""]}, "stop[0]: expected `str` of length >= 1"),
+        ({"stop": 5}, "stop: expected `str | array | null`, got `int`"),
+        ({"timeout": 0}, "timeout: expected `float` >= 0.001"),
+        ({"timeout": float("nan")}, "timeout: expected `float` >= 0.001"),
+        ({"timeout": float("inf")}, "timeout: expected `float` <= 86400.0"),
     ],
 )
 def test_wrong_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:
-    field = message.split()[0].rstrip(":")
-    with LLM(make_runner=make_fake) as llm:
+    field = re.split(r"\W", message)[0]
+    with make_llm(LLM, make_fake) as llm:
         for call in (llm.generate, llm.stream):
             with pytest.raises(InvalidRequest) as refusal:
                 call("x", **given)
@@ -283,13 +464,13 @@ def test_wrong_values_are_refused_by_name(given: dict[str, Any], message: str) -
     "given", [{"n": 0}, {"n": 65}, {"logprobs": 3}, {"logprobs": True, "top_logprobs": 21}, {"n": True}]
 )
 def test_wrong_options_of_a_chat_are_refused_by_name(given: dict[str, Any]) -> None:
-    with LLM(make_runner=make_fake) as llm, pytest.raises(InvalidRequest) as refusal:
+    with make_llm(LLM, make_fake) as llm, pytest.raises(InvalidRequest) as refusal:
         llm.chat(QUESTION, **given)
     assert refusal.value.field == list(given)[-1]
 
 
 def test_unknown_options_are_refused_with_the_one_that_was_meant() -> None:
-    with LLM(make_runner=make_fake) as llm:
+    with make_llm(LLM, make_fake) as llm:
         for call in (llm.generate, llm.stream):
             with pytest.raises(TypeError, match=r"'max_token' \(did you mean 'max_tokens'\?\)"):
                 call("x", max_token=3)  # type: ignore[call-arg]
@@ -298,7 +479,7 @@ def test_unknown_options_are_refused_with_the_one_that_was_meant() -> None:
 
 
 def test_texts_that_are_none_are_refused() -> None:
-    with LLM(make_runner=make_fake) as llm:
+    with make_llm(LLM, make_fake) as llm:
         for prompts in ([b"x"], [1, 2]):
             with pytest.raises(InvalidRequest, match="prompts: expected a text"):
                 llm.generate(prompts)  # type: ignore[arg-type]
@@ -310,6 +491,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     import numpy as np
 
     sampling = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint32(7))  # type: ignore[arg-type]
-    with LLM(make_runner=make_fake) as llm:
+    with make_llm(LLM, make_fake) as llm:
         (answer,) = llm.generate("x", sampling, max_tokens=np.int32(4))  # type: ignore[arg-type]
         assert answer.text == llm.generate("x", SamplingParams(seed=7), max_tokens=4)[0].text

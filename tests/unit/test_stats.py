@@ -30,7 +30,6 @@ def test_forbidden_words_are_found_inside_names_but_not_inside_other_words(tmp_p
     package = tmp_path / "cllm"
     package.mkdir()
     (package / "a.py").write_text("class Unparked: MOST_X = 1  # nobody guesses\nspark.most_common()\n")
-    (package / "deprecated.py").write_text("OLD = 'park-mb'")
     found = {figure.name: figure for figure in stats.word_figures(tmp_path)}
     assert [found[f"word: {word}"].value for word in stats.FORBIDDEN] == [1, 1, 0, 1, 0, 1]
     assert not found["word: park"].met and not found["word: preempt"].met and found["word: told"].met

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from cllm import testing
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, call_tool, say
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
-from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.messages import Report, StepReport
+from cllm.types import FinishReason, Prompt, Request, RequestOutput
 from tests.profiles import examples
 from tests.unit.text.test_detokenizer import oracle, woven
 
@@ -26,7 +26,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     other = list(say("something else").encode())
     for number, tokens in enumerate((prompt, other)):
         stops = stop if number == 0 else ()
-        loop.scheduler.add(Request(id=str(number), prompt=tuple(tokens), max_tokens=500, stop=stops))
+        loop.scheduler.add(Request(id=str(number), prompt=Prompt(tuple(tokens)), max_tokens=500, stop=stops))
     while not loop.scheduler.idle:
         loop.step()
     loop.scheduler.check_idle()
@@ -52,7 +52,7 @@ def test_in_a_conversation_the_last_script_counts() -> None:
         {"role": "assistant", "content": "first"},
         {"role": "user", "content": say("second, é")},
     )
-    deltas = answer(prompts.tokenize(Chat(messages)).tokens)
+    deltas = answer(prompts.tokenize(Chat(messages))[0])
     assert "".join(delta.text for delta in deltas) == "second, é"
 
 
@@ -63,7 +63,7 @@ def test_a_script_goes_on_with_each_turn_that_has_none() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{say('old')} then {say(call, 'done')}"}]
     spoken = []
     for _ in range(3):
-        deltas = answer(prompts.tokenize(Chat(tuple(messages))).tokens)
+        deltas = answer(prompts.tokenize(Chat(tuple(messages)))[0])
         spoken.append("".join(delta.text for delta in deltas))
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,10 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig, slot_count
 from cllm.errors import NotEnoughMemory
+from cllm.types import EmbedLimits, Limits
 
 DEFAULT_REQUEST_CELLS = 4096
+EMBED_ROWS = 32  # inputs per step
 MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
@@ -28,7 +31,7 @@ _STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -
 
 
 def request_share(cells: int, parallel: int) -> int:
-    """What one of `parallel` streams gets of so many cells, as llama.cpp rounds it where it splits them."""
+    """The share of one of `parallel` KV streams in `cells`, as llama.cpp rounds it where it splits them."""
     return _padded(_padded(cells) // parallel)
 
 
@@ -36,6 +39,12 @@ def max_outputs(config: EngineConfig, slots: int, vocabulary: int) -> int:
     """Tokens of a step whose logits may be wanted: with a buffer for all of a long step, memory is wasted."""
     wanted = slots * (1 + config.draft_tokens) + SCORED_LOGITS // max(1, vocabulary)
     return min(max(config.batch_tokens, slots), max(MIN_OUTPUTS, wanted))
+
+
+def used_outputs(config: EngineConfig, vocabulary: int) -> int:
+    """Tokens of a step whose logits are computed: of all requests, or of a prompt that is scored."""
+    wanted = max(SCORED_LOGITS // max(1, vocabulary), config.parallel * (1 + config.draft_tokens))
+    return min(max(config.batch_tokens, slot_count(config)), wanted)
 
 
 def _padded(cells: int) -> int:
@@ -47,48 +56,42 @@ def get_status(code: int) -> StepStatus:
     return _STATUSES.get(code, StepStatus.FAILED)
 
 
-class AbortSwitch:
-    """llama.cpp's abort callback without Python in it.
-
-    It is called at every node of a graph, thousands of times a step; in Python each call would take the GIL.
-    So it is the C library's `strlen` of a text of no or one character: false or true.
-    """
-
-    def __init__(self, api: Any, context: Any) -> None:
-        self._text = ctypes.create_string_buffer(b"\0\0", 2)
-        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
-        self._callback = api.ggml_abort_callback(strlen)
-        api.llama_set_abort_callback(context, self._callback, ctypes.addressof(self._text))
-
-    def set(self, stop: bool) -> None:
-        """From any thread: one byte is written at once."""
-        self._text[0] = b"\1" if stop else b"\0"
+def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None) -> Any:
+    params = api.llama_context_default_params()
+    slots = slot_count(config)
+    cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
+    params.n_ctx = cells * slots // config.parallel
+    params.n_seq_max = slots
+    # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
+    params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
+    params.n_outputs_max = outputs or max_outputs(config, slots, model.vocabulary.size)
+    params.flash_attn_type = int(config.flash_attention)
+    params.kv_unified = config.unified_kv
+    params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
+    params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
+    params.swa_full = False
+    params.n_rs_seq = config.draft_rollback if model.recurrent else 0
+    params.no_perf = True
+    return params
 
 
 class LlamaContext(Owned):
     """Owns a `llama_context` and the threads that work for it."""
 
     def __init__(
-        self, library: Library, model: LlamaModel, config: EngineConfig, deferred_frees: DeferredFrees
+        self,
+        library: Library,
+        model: LlamaModel,
+        config: EngineConfig,
+        deferred_frees: DeferredFrees,
+        *,
+        outputs: int | None = None,
     ) -> None:
+        """`outputs` replaces `max_outputs`."""
         api = library.api
-        workers = Workers(library, config, deferred_frees)
-        params = api.llama_context_default_params()
-        slots = slot_count(config)
-        cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
-        params.n_ctx = cells * slots // config.parallel
-        params.n_seq_max = slots
-        # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
-        params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
-        params.n_outputs_max = max_outputs(config, slots, model.vocabulary.size)
+        params = _make_params(api, model, config, outputs)
+        self.workers = workers = Workers(library, config, deferred_frees)
         params.n_threads = params.n_threads_batch = workers.threads
-        params.flash_attn_type = int(config.flash_attention)
-        params.kv_unified = config.unified_kv
-        params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
-        params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
-        params.swa_full = False
-        params.n_rs_seq = config.draft_rollback if model.recurrent else 0
-        params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
             raise NotEnoughMemory(
@@ -100,53 +103,76 @@ class LlamaContext(Owned):
         self.memory = api.llama_get_memory(pointer)
         # Encoders (and diffusion models) look at all tokens at once and remember none.
         self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
-        self.recurrent, self.sliding_window = model.recurrent, model.sliding_window
-        self.unified = config.unified_kv
-        self.sequences = slots
-        self.request_share = request_share(int(params.n_ctx), slots)
-        self.cells = int(api.llama_n_ctx(pointer))
-        self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
-        self.batch_tokens = int(api.llama_n_batch(pointer))
-        self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
-        self.rollback_tokens = int(api.llama_n_rs_seq(pointer))  # 0 where the architecture cannot
+        self.limits = self._read_limits(model, config, request_share(int(params.n_ctx), slot_count(config)))
+        self._recurrent, self._sliding_window = model.recurrent, model.sliding_window
         self._snapshots: dict[int, int] = {}  # by id: tokens of its last decode that can be taken back
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._logits_at = (0, 0)  # address and number of outputs of
-        self._logits: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
-        self.workers = workers
+        self._batch = NativeBatch(api, self.limits.batch_tokens, self.limits.sequences)
+        self._decode_started = 0.0
         workers.work_for(pointer)
-        self.abort_switch = AbortSwitch(api, pointer)
+        # llama.cpp's abort callback is called at every node of a graph, thousands of times a step; in Python
+        # each call would take the GIL. So it is the C library's `strlen` of a text of no or one character.
+        self._stop = ctypes.create_string_buffer(b"\0\0", 2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
+        self._abort_callback = api.ggml_abort_callback(strlen)
+        api.llama_set_abort_callback(pointer, self._abort_callback, ctypes.addressof(self._stop))
+
+    def _read_limits(self, model: LlamaModel, config: EngineConfig, share: int) -> Limits:
+        """Limits of the context; `share` is that of one KV stream."""
+        api, pointer = self.api, self.pointer
+        sequence_cells = min(int(api.llama_n_ctx_seq(pointer)), model.context_train)
+        # The layout must not decide which request gets a 400: the default is one KV stream's share in both.
+        request_tokens = min(config.max_request_tokens or share, sequence_cells)
+        default = request_tokens if self.generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
+        embed_tokens = min(config.embed_tokens or default, model.context_train)
+        return Limits(
+            sequences=slot_count(config),
+            parallel=config.parallel,
+            cells=int(api.llama_n_ctx(pointer)),
+            sequence_cells=sequence_cells,
+            request_tokens=request_tokens,
+            batch_tokens=int(api.llama_n_batch(pointer)),
+            unified=config.unified_kv,
+            rollback_tokens=int(api.llama_n_rs_seq(pointer)),  # 0 where the architecture cannot
+            embed=EmbedLimits(
+                tokens=embed_tokens,
+                batch_tokens=min(config.batch_tokens, embed_tokens),
+                rows=EMBED_ROWS,
+                # Only causal attention can be cut: in an encoder every token attends to all others.
+                chunked=self.generates and model.causal,
+            ),
+        )
 
     def close(self) -> None:
         super().close()
         self.__dict__.pop("memory", None)  # part of the context: use after close must fail, not answer
         self.workers.close()  # after the context: they work for it to the end
 
-    def decode(self, batch: Any) -> int:
+    def interrupt(self, stop: bool) -> None:
+        """See `ModelRunner.interrupt`: one byte is written at once."""
+        self._stop[0] = b"\1" if stop else b"\0"
+
+    def decode(self, rows: Sequence[Row]) -> int:
         """llama_decode; its code. On a GPU it returns before the device is done."""
+        self._batch.fill(rows)
+        for row in rows if self.limits.rollback_tokens else ():
+            self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.limits.rollback_tokens)
+            self._unsettled.discard(row.seq_id)
         self.workers.work_for(self.pointer)
-        code = int(self.api.llama_decode(self.pointer, batch))
+        self._decode_started = time.perf_counter()
+        code = int(self.api.llama_decode(self.pointer, self._batch.struct))
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
 
-    def expect(self, rows: Sequence[Row]) -> None:
-        """These rows are decoded next: of each, all tokens but the first can be taken back then."""
-        for row in rows if self.rollback_tokens else ():
-            self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.rollback_tokens)
-            self._unsettled.discard(row.seq_id)
-
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        if self._logits_at != (address, outputs):
-            flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-            view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-            self._logits_at = (address, outputs)
-            self._logits = view.reshape(outputs, self._vocabulary_size)
-        return self._logits
+        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
+        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+        return view.reshape(outputs, self._vocabulary_size)
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
@@ -157,8 +183,10 @@ class LlamaContext(Owned):
         When a unified KV is empty, the place where llama.cpp looks for cells next goes back to the first:
         left in the middle, it would widen the attention of the next requests, and round their text otherwise.
         """
+        self._snapshots.pop(seq_id, None)
         self.api.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
-        if self.unified and all(self.next_position(other) == 0 for other in range(self.sequences)):
+        slots = range(self.limits.sequences)
+        if self.limits.unified and all(self.next_position(other) == 0 for other in slots):
             self.api.llama_memory_clear(self.memory, False)
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -209,12 +237,12 @@ class LlamaContext(Owned):
 
         llama.cpp cuts a sliding window even where it is not.
         """
-        if self.recurrent:
+        if self._recurrent:
             return self.next_position(seq_id)
-        if not self.sliding_window:
+        if not self._sliding_window:
             return 0
         oldest = int(self.api.llama_memory_seq_pos_min(self.memory, seq_id))
-        return oldest + self.sliding_window + 1 if oldest > 0 else 0
+        return oldest + self._sliding_window + 1 if oldest > 0 else 0
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
@@ -222,7 +250,7 @@ class LlamaContext(Owned):
         if length < held and length < self.min_length(source):
             return 0
         self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
-        if not self.unified:
+        if not self.limits.unified:
             self._copying |= {source, target}
         return self.truncate(target, length)
 
@@ -231,7 +259,7 @@ class LlamaContext(Owned):
         return self._get_state(seq_id, WHOLE)
 
     def state_bytes(self, seq_id: int) -> int:
-        return int(self.api.llama_state_seq_get_size(self.pointer, seq_id))
+        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
 
     def checkpoint(self, seq_id: int) -> KVState | None:
         """See `ModelRunner.checkpoint`."""
@@ -260,11 +288,6 @@ class LlamaContext(Owned):
         return False
 
 
-_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-
-
 def _new_state(size: int) -> KVState:
     """Memory for a state: pages of its own, which are the system's again when it is freed.
 
@@ -274,11 +297,11 @@ def _new_state(size: int) -> KVState:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
         with suppress(OSError):  # too many mappings
             return memoryview(mmap.mmap(-1, size, flags=flags))
-    return _new_bytes(None, size)  # type: ignore[no-any-return]
+    return memoryview(bytearray(size))
 
 
 def _address(state: KVState) -> Any:
-    """Where the bytes lie; good while `state` is held."""
+    """Address of the bytes; good while `state` is held."""
     return np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 

@@ -155,6 +155,8 @@ class llama_sampler_chain_params(Structure):
 
 # Result and parameters of each.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_buft_get_device": (c_void_p, c_void_p),
+    "ggml_backend_buft_is_host": (c_bool, c_void_p),
     "ggml_backend_cpu_buffer_type": (c_void_p,),
     "ggml_backend_dev_count": (c_size_t,),
     "ggml_backend_dev_description": (c_char_p, c_void_p),
@@ -221,6 +223,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_sampler_chain_n": (c_int32, c_void_p),
     "llama_sampler_clone": (c_void_p, c_void_p),
     "llama_sampler_free": (None, c_void_p),
+    "llama_sampler_init_adaptive_p": (c_void_p, c_float, c_float, c_uint32),
     "llama_sampler_init_dist": (c_void_p, c_uint32),
     "llama_sampler_init_dry": (
         c_void_p,
@@ -248,7 +251,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_set_abort_callback": (None, c_void_p, ggml_abort_callback, c_void_p),
     "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_state_seq_get_data_ext": (c_size_t, c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32),
-    "llama_state_seq_get_size": (c_size_t, c_void_p, c_int32),
     "llama_state_seq_get_size_ext": (c_size_t, c_void_p, c_int32, c_uint32),
     "llama_state_seq_set_data_ext": (c_size_t, c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32),
     "llama_supports_gpu_offload": (c_bool,),

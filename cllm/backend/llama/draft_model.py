@@ -72,9 +72,8 @@ class _Slot:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.tenant: str | None = None  # whose tokens are in it; None: no other sequence may match them
+        self.tenant: str | None = None  # whose tokens are in it; with None, no other sequence may match them
         self.held: list[int] = []  # the tokens in KV
-        self.foreign = False  # what it holds is to be removed first
         self.settled = 0  # the first of them known to agree with its drafter's
 
 
@@ -95,6 +94,7 @@ class DraftModel:
             runner.close()
             raise
         self._runner = runner
+        self.memory_bytes = sum(runner.memory_bytes().values())
         self._sampler = runner.create_sampler(SamplingParams(temperature=0))
         self._slots = [_Slot(number) for number in range(runner.limits.sequences)]
         self._taken: weakref.WeakKeyDictionary[ModelDrafter, _Slot] = weakref.WeakKeyDictionary()
@@ -127,13 +127,12 @@ class DraftModel:
         slot = max((slot for slot in self._slots if slot not in taken), key=usable, default=None)
         if slot is None:
             return None
-        slot.foreign = not usable(slot)
+        if not usable(slot):
+            self._empty(slot)
         self._taken[drafter], slot.tenant, slot.settled = slot, tenant, 0
         return slot
 
     def _draft(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        if slot.foreign:
-            self._empty(slot)
         # The last token is always computed: its output is the first draft token.
         common = min(_common(slot.held, tokens, slot.settled), len(tokens) - 1)
         if common < len(slot.held):
@@ -155,7 +154,7 @@ class DraftModel:
         return drafts
 
     def _empty(self, slot: _Slot) -> None:
-        slot.held, slot.settled, slot.foreign = [], 0, False
+        slot.held, slot.settled = [], 0
         self._runner.truncate(slot.number, 0)
 
 

@@ -11,65 +11,33 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, NativeBatch, get_status
+from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.library import DeferredFrees, Library, Owned
+from cllm.backend.llama.library import Owned
 from cllm.backend.llama.memory import EmbeddingMemory
-from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.placement import placed_devices
-from cllm.backend.llama.threads import Workers
+from cllm.backend.llama.model import POOLING_TYPES, LlamaModel
+from cllm.backend.llama.placement import asked_layers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
-from cllm.types import EmbedLimits, Pooling
+from cllm.types import Pooling
 
-ROWS = 32  # inputs per step
 # Flash attention on a CPU sums in 16 bits and differently at each batch size: the embeddings of a text alone
 # and in a batch had a cosine of 0.996 (0.999999 without). So it is used only above this size of attention.
 EXACT_BYTES = 1 << 30
-_POOLING = {
-    Pooling.NONE: 0,
-    Pooling.MEAN: 1,
-    Pooling.CLS: 2,
-    Pooling.LAST: 3,
-    Pooling.RANK: 4,
-}  # llama_pooling_type
-
 Vector = npt.NDArray[np.float32]
-
-
-def embed_limits(
-    model: LlamaModel, config: EngineConfig, request_tokens: int, *, generates: bool
-) -> EmbedLimits:
-    """Limits of one embedding step; `request_tokens` is the limit of a generation.
-
-    Only causal attention can be cut into chunks: in an encoder every token attends to all others.
-    """
-    default = request_tokens if generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
-    tokens = min(config.embed_tokens or default, model.context_train)
-    return EmbedLimits(
-        tokens=tokens,
-        batch_tokens=min(config.batch_tokens, tokens),
-        rows=ROWS,
-        chunked=generates and model.causal,
-    )
 
 
 class EmbeddingContext(Owned):
     """Owns a `llama_context` with pooling. One EMBED batch at a time; see `Batch` for its contract."""
 
     def __init__(
-        self,
-        library: Library,
-        model: LlamaModel,
-        config: EngineConfig,
-        limits: EmbedLimits,
-        workers: Workers,
-        deferred_frees: DeferredFrees,
+        self, context: LlamaContext, model: LlamaModel, config: EngineConfig, cell_bytes: int
     ) -> None:
-        api = library.api
-        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, model.vocabulary.size)
+        """`context` is that of generation; `cell_bytes` are those of its KV for a token."""
+        api, limits = context.api, context.limits.embed
+        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, cell_bytes)
         flash = config.flash_attention and memory(flash=False).attention > EXACT_BYTES
-        if not placed_devices(config):  # a GPU's memory is not the host's: there llama.cpp finds out
+        if not asked_layers(config):  # a GPU's memory is not the host's: there llama.cpp finds out
             memory(flash=flash).check()
         widest = limits.batch_tokens if limits.chunked else limits.tokens
         params = api.llama_context_default_params()
@@ -79,10 +47,10 @@ class EmbeddingContext(Owned):
         params.n_batch = params.n_ubatch = -(-widest // limits.rows) * limits.rows
         params.n_ctx = max(limits.tokens, params.n_batch)
         params.kv_unified = True  # one input may need all cells, and rows of any length make one ubatch
-        params.n_threads = params.n_threads_batch = workers.threads
+        params.n_threads = params.n_threads_batch = context.workers.threads
         params.flash_attn_type = int(flash)
         params.embeddings = True
-        params.pooling_type = _POOLING[model.pooling]
+        params.pooling_type = POOLING_TYPES.index(model.pooling)
         params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
@@ -90,7 +58,7 @@ class EmbeddingContext(Owned):
                 f"llama.cpp cannot create a context to embed {limits.tokens} tokens; "
                 "try a smaller --embed-tokens"
             )
-        super().__init__(pointer, api.llama_free, deferred_frees)
+        super().__init__(pointer, api.llama_free, context.deferred_frees)
         self._api = api
         self._memory = api.llama_get_memory(pointer)  # NULL for encoders, which every function takes
         self._pooling = model.pooling
@@ -98,7 +66,7 @@ class EmbeddingContext(Owned):
         self._batch = NativeBatch(api, widest, limits.rows)
         self._sum: Vector | None = None  # over the chunks so far of an unfinished input
         # Shared with generation: the two never compute at the same time.
-        self._workers = workers
+        self._workers = context.workers
 
     def run(self, batch: Batch) -> StepResult:
         """Compute the rows; afterwards the KV memory is empty, unless a chunk is to be continued."""
@@ -111,13 +79,12 @@ class EmbeddingContext(Owned):
             if code == 0:
                 self._api.llama_synchronize(self.pointer)
             compute_s = time.perf_counter() - started
-            status = get_status(code)
-            if status is not StepStatus.DONE:
-                return StepResult(status, code=code, compute_s=compute_s)
+            if code != 0:
+                return StepResult(get_status(code), code=code, compute_s=compute_s)
             ends = accumulate(len(row.tokens) for row in batch.rows)
             results = tuple(self._result(row, end) for row, end in zip(batch.rows, ends, strict=True))
             keep = not batch.rows[0].outputs
-            return StepResult(status, results, ubatches=1, compute_s=compute_s)
+            return StepResult(StepStatus.DONE, results, ubatches=1, compute_s=compute_s)
         finally:
             if not keep:
                 self.reset()

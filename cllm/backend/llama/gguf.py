@@ -43,11 +43,17 @@ _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
+# Encoders and diffusion models see all tokens at once and keep none.
+_NO_MEMORY = {
+    *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert"),
+    *("modern-bert", "gemma-embedding", "wavtokenizer-dec", "dream", "llada", "llada-moe", "rnd1"),
+}
+
+
 class Tensor(NamedTuple):
     """A tensor's description. `size` is None where its type is newer than the package `gguf`."""
 
     name: str
-    dimensions: int
     type_id: int
     offset: int  # from the beginning of the data
     size: int | None
@@ -158,13 +164,6 @@ class GgufHeader:
             value = max(value, default=default)
         return int(value) if isinstance(value, int | float) else default
 
-    def of_layer(self, name: str, layer: int, default: int = 0) -> int:
-        """An integer of the architecture's metadata for one layer, from a list of one for each or for all."""
-        value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, list):
-            value = value[layer] if layer < len(value) else default
-        return int(value) if isinstance(value, int | float) else default
-
     @property
     def context_train(self) -> int:
         return self.number("context_length", 4096)
@@ -174,11 +173,16 @@ class GgufHeader:
         """Tokens of the vocabulary; 0 where the file has none."""
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         known = len(tokens) if isinstance(tokens, list) else 0
-        return self.number("vocab_size", tokens.length if isinstance(tokens, SkippedArray) else known)
+        return (tokens.length if isinstance(tokens, SkippedArray) else known) or self.number("vocab_size")
+
+    @property
+    def generates(self) -> bool:
+        """False for an encoder, which pools what it sees at once and keeps none of it."""
+        return self.architecture not in _NO_MEMORY or f"{self.architecture}.pooling_type" not in self.metadata
 
     @property
     def ranks(self) -> bool:
-        """Whether it has a classification head, so is a reranker."""
+        """True with a classification head, so for a reranker."""
         return any(tensor.name.startswith("cls.") for tensor in self.tensors)
 
 
@@ -218,7 +222,7 @@ def _read_tensor(cursor: _Cursor) -> Tensor:
         size = elements // int(block) * int(block_bytes)
     elif type_id > MAX_TYPE:
         raise ValueError(f"a tensor of type {type_id}")
-    return Tensor(name, dimensions, type_id, offset, size)
+    return Tensor(name, type_id, offset, size)
 
 
 class _Cursor:

@@ -19,9 +19,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from cllm.backend.llama import declarations
-from cllm.build.build import BINDINGS_VERSION, find_built
+from cllm.build.build import find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_modules
+from cllm.build.toolchain import BINDINGS_VERSION
 from cllm.errors import LibraryError
 
 log = logging.getLogger("llama.cpp")
@@ -140,7 +141,7 @@ def find_packaged() -> Path | None:
 
 
 def read_build_info(folder: Path) -> dict[str, Any]:
-    """What `build.json` says of a library; empty for one that `cllm build` has not made."""
+    """Read a library's `build.json`; empty for one that `cllm build` has not made."""
     try:
         info: dict[str, Any] = json.loads((folder / "build.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,7 +150,7 @@ def read_build_info(folder: Path) -> dict[str, Any]:
 
 
 def may_use_gpu() -> bool:
-    """Whether a GPU module was built for this library, or the library has a GPU backend. Asks no driver."""
+    """True if a GPU module was built for this library, or it has a GPU backend. Asks no driver."""
     folder = find()
     has_backend = any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
     return has_backend or bool(modules_for(folder))
@@ -179,7 +180,7 @@ def modules_for(directory: Path) -> list[Module]:
 
 
 def takes_modules(directory: Path) -> bool:
-    """Whether modules of `cllm build` fit a library: others may be of another version."""
+    """True if modules of `cllm build` fit a library: others may be of another version."""
     return (directory / "build.json").exists()
 
 
@@ -218,43 +219,34 @@ def _log_line(level: int, text: bytes, _: Any) -> None:
     log.log(severity, "%s", _FOLDERS.sub("…/", line))
 
 
-class DeferredFrees:
+class DeferredFrees(SimpleQueue[tuple[Callable[[Any], Any], Any]]):
     """Deferred free list: pointers of garbage-collected owners; the owner thread frees them between steps."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[Any], Any], Any]] = SimpleQueue()
-
-    def put(self, free: Callable[[Any], Any], pointer: Any) -> None:
-        """Safe from any thread, and from a finaliser."""
-        self._queue.put((free, pointer))
 
     def free_all(self) -> None:
         """Free all pointers in the list. Owner thread only."""
-        while not self._queue.empty():  # only this thread takes out of it
-            free, pointer = self._queue.get()
+        while not self.empty():  # only this thread takes out of it
+            free, pointer = self.get()
             free(pointer)
 
 
 class Owned:
-    """One native pointer. `close` frees it; a forgotten one is put on the deferred free list."""
+    """One native pointer. `close` frees it; a forgotten one is put on the deferred free list.
+
+    A freed resource has no `pointer`: use after close fails in Python.
+    """
 
     def __init__(self, pointer: Any, free: Callable[[Any], Any], deferred_frees: DeferredFrees) -> None:
         assert pointer, "a native constructor returned NULL"
-        self._pointer = pointer
+        self.pointer = pointer
+        self.deferred_frees = deferred_frees
         self._free = free
-        self._finalizer = weakref.finalize(self, deferred_frees.put, free, pointer)
+        self._finalizer = weakref.finalize(self, deferred_frees.put, (free, pointer))
         self._finalizer.atexit = False  # at exit the system frees everything
-
-    @property
-    def pointer(self) -> Any:
-        assert self._pointer is not None, "use of a native resource that was freed"
-        return self._pointer
 
     def close(self) -> None:
         """Free it now. Owner thread only; idempotent."""
         if self._finalizer.detach() is not None:
-            pointer, self._pointer = self._pointer, None
-            self._free(pointer)
+            self._free(self.__dict__.pop("pointer"))
 
     def __enter__(self) -> Self:
         return self

@@ -5,39 +5,34 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from cllm.backend.base import SCORED_LOGITS
-from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, max_outputs, request_share
-from cllm.backend.llama.devices import Device, list_devices
-from cllm.backend.llama.draft_model import SLOTS
+from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share, used_outputs
+from cllm.backend.llama.draft_model import draft_config
+from cllm.backend.llama.dry_load import HOST, DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.layers import Layers, repacked_bytes
 from cllm.backend.llama.placement import (
-    Load,
+    DEVICE_RESERVE,
+    Device,
     Place,
     Placement,
     Placer,
     asked_layers,
+    list_devices,
     mib,
-    placed_devices,
-    step_buffers,
 )
 from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
-from cllm.models.resolve import resolve
-from cllm.models.store import embedded_model as embedded_model
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
 _MIB = 1 << 20
-RUNTIME = 160 * _MIB  # Python and libraries of the three processes, as measured
+RUNTIME = 190 * _MIB  # Python and libraries of the three processes, as measured
 VOCABULARY_BYTES = 1400  # of a token's tables in the engine and in the tokenizer worker, as measured
 GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
 GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
@@ -83,12 +78,13 @@ class EmbeddingMemory(NamedTuple):
     attention: int
 
     @classmethod
-    def of(cls, header: GgufHeader, limits: EmbedLimits, vocabulary: int, *, flash: bool) -> EmbeddingMemory:
+    def of(cls, header: GgufHeader, limits: EmbedLimits, cell_bytes: int, *, flash: bool) -> EmbeddingMemory:
+        """`cell_bytes` of KV are those of a token in the context for generation."""
         widest = limits.batch_tokens if limits.chunked else limits.tokens
         heads = 1 if flash else header.number("attention.head_count", 1)
         return cls(
-            kv=Layers(header).kv_bytes(limits.tokens, 1, batch_tokens=limits.tokens) if limits.chunked else 0,
-            logits=vocabulary * widest * 4 * (2 if limits.chunked else 1),
+            kv=cell_bytes * limits.tokens if limits.chunked else 0,
+            logits=header.vocabulary * widest * 4 * (2 if limits.chunked else 1),
             attention=heads * widest * limits.tokens * 4,
         )
 
@@ -113,30 +109,38 @@ class MemoryFit:
     """
 
     def __init__(
-        self, header: GgufHeader, config: EngineConfig, devices: Sequence[Device] | None = None
+        self,
+        header: GgufHeader,
+        config: EngineConfig,
+        devices: Sequence[Device] = (),
+        *,
+        dry: DryLoad | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """`devices` are the GPUs here; None: the layers are placed as `config` says. Raises ConfigError."""
-        self._header, self._config, self._layers = header, config, Layers(header)
-        self._draft = GgufHeader(Path(config.draft_model)) if config.draft_model else None
-        self._placer = Placer(header, config, placed_devices(config) if devices is None else devices)
-        self.parallel, self.share, self.placement = self._choose()
+        """`devices` are the GPUs here. `scale` is the size of other weights, relative to those of the file.
+
+        Raises SetupError.
+        """
+        self._header, self._config, self._scale = header, config, scale
+        self._placer = Placer(header, config, devices)
+        with ExitStack() as stack:
+            self._dry = dry or stack.enter_context(DryLoad())
+            self.parallel, self.share, self.placement = self._choose()
+            self.places = self._sum_up(self.parallel, self.share, self.placement)
         self.slots = max(config.slots, self.parallel)
         self.cells = config.ctx_size or self.parallel * self.share  # of the requests; other slots add theirs
         self.on_gpu = self.placement.gpu_layers > 0
-        # The mapped pages of repacked weights are not used again: the system can drop them.
-        self.repacked = repacked_bytes(header) if config.extra_buffers and not self.on_gpu else 0
-        self.places = self._sum_up(self.parallel, self.share, self.placement)
         self.model = sum(place.model for place in self.places)
         self.kv = sum(place.kv for place in self.places)
         self.compute = sum(place.compute for place in self.places)
         self.draft = sum(place.draft for place in self.places)
         self.needed = sum(place.needed - place.shared for place in self.places)
-        encoder = not self._layers.layers and f"{header.architecture}.pooling_type" in header.metadata
         tokens = min(config.embed_tokens or self.share, header.context_train)
         limits = EmbedLimits(
-            tokens=tokens, batch_tokens=min(config.batch_tokens, tokens), chunked=not encoder
+            tokens=tokens, batch_tokens=min(config.batch_tokens, tokens), chunked=header.generates
         )
-        self.embedding = sum(EmbeddingMemory.of(header, limits, header.vocabulary, flash=True))
+        cell_bytes = self.kv // (self.share * self.slots)
+        self.embedding = sum(EmbeddingMemory.of(header, limits, cell_bytes, flash=True))
         # A compiler each in the engine and in the tokenizer worker, which keeps no grammars.
         compiling = 2 * (header.vocabulary * GRAMMAR_TABLE_PER_TOKEN + GRAMMAR_SCRATCH)
         self.grammars = compiling + GRAMMAR_CACHE_BYTES
@@ -191,9 +195,9 @@ class MemoryFit:
             return asked or MAX_PARALLEL, min(DEFAULT_REQUEST_CELLS, longest)
         if asked:
             return asked, self._largest_share(asked, placement)
-        for parallel in range(MAX_PARALLEL, 1, -1):
-            if self._is_affordable(parallel, longest, placement):
-                return parallel, longest
+        several = range(2, MAX_PARALLEL + 1)
+        if more := bisect(several, True, key=lambda n: not self._is_affordable(n, longest, placement)):
+            return several[more - 1], longest
         share = self._largest_share(2, placement)
         if share >= min(AGENT_SHARE, longest):
             return 2, share
@@ -201,12 +205,12 @@ class MemoryFit:
 
     def _max_layers(self, parallel: int, share: int) -> Placement:
         """As many layers on GPUs as fit beside such a context. What the host holds does not decide."""
-        load = self._load(parallel, share)
-        for layers in range(self._placer.total, 0, -1):
-            placement = self._placer.place(layers)
-            if all(place.fits for place in self._placer.on_devices(placement, load)):
-                return placement
-        return self._placer.place(0)
+        layers = bisect(
+            range(1, self._placer.total + 1),
+            True,
+            key=lambda count: not self._fits(parallel, share, self._placer.place(count), host=False),
+        )
+        return self._placer.place(layers)
 
     @property
     def _longest(self) -> int:
@@ -215,7 +219,7 @@ class MemoryFit:
         return max(CELL_BLOCK, request_share(tokens, 1))
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
-        """The most cells that so many slots can have each, in whole blocks."""
+        """The most cells that each of `parallel` slots can have, in whole blocks."""
         blocks = range(1, self._longest // CELL_BLOCK + 1)
         affordable = bisect(
             blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK, placement)
@@ -223,105 +227,73 @@ class MemoryFit:
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
     def _is_affordable(self, parallel: int, share: int, placement: Placement) -> bool:
-        """Whether KV takes at most half of what the rest leaves free, everywhere."""
-        return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
+        """True if KV takes at most half of what the rest leaves free, everywhere."""
+        with suppress(NotEnoughMemory):
+            return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
+        return False
 
-    def _fits(self, parallel: int, share: int, placement: Placement) -> bool:
-        return all(place.fits for place in self._sum_up(parallel, share, placement))
-
-    def _load(self, parallel: int, share: int) -> Load:
-        """What such a context asks for, wherever the layers lie."""
-        config = self._config
-        slots = max(config.slots, parallel)
-        batch = max(config.batch_tokens, slots)
-        types = config.cache_type_k, config.cache_type_v
-        flash, unified = config.flash_attention, config.unified_kv
-        sizes = self._layers.kv_by_layer(share, slots, types, batch, unified=unified, flash=flash)
-        states = slots * (1 + config.draft_rollback)
-        kv = [size + states * one.state for size, one in zip(sizes, self._layers.layers, strict=True)]
-        converted: list[int] = []
-        if flash and types != ("f16", "f16"):
-            converted = self._layers.kv_by_layer(share, slots, ("f16", "f16"), batch, unified=unified)
-        cells = share * slots if unified else share
-        draft = draft_buffers = 0
-        if self._draft is not None:
-            tokens = config.max_request_tokens or share
-            draft = Layers(self._draft).kv_bytes(tokens, SLOTS, types=types, batch_tokens=batch, flash=flash)
-            draft += self._draft.data_bytes
-            draft_buffers = step_buffers(self._draft, batch, tokens, outputs=batch, flash=flash)
-        return Load(
-            batch=batch,
-            outputs=max_outputs(config, slots, self._header.vocabulary),
-            cells=cells if self._layers.keeps_cells else 0,
-            kv=[0, *accumulate(kv)],
-            largest_kv=[0, *accumulate(kv, max)],
-            converted=max(converted, default=0),
-            draft=draft,
-            draft_buffers=draft_buffers,
-        )
+    def _fits(self, parallel: int, share: int, placement: Placement, *, host: bool = True) -> bool:
+        with suppress(NotEnoughMemory):
+            places = self._sum_up(parallel, share, placement)
+            return all(place.fits for place in (places if host else places[1:]))
+        return False
 
     def _sum_up(self, parallel: int, share: int, placement: Placement) -> tuple[Place, ...]:
-        """What the host has to hold, and each GPU."""
-        load = self._load(parallel, share)
-        kv = load.kv[-1]
-        if not placement.gpu_layers:
-            compute = self._compute(parallel, load.batch, load.cells)
-            return (Place("host", self.available, self._header.data_bytes, kv, compute, load.draft),)
-        found = self._placer.on_devices(placement, load)
-        integrated = [device.integrated for device in placement.devices]
-        host = Place(
-            "host",
-            self.available,
-            model=self._placer.host_model(placement),
-            kv=kv - sum(place.kv for place in found),
-            compute=self._compute(parallel, load.batch, load.cells, computes=not placement.complete),
-            shared=sum(place.needed for place, is_shared in zip(found, integrated, strict=True) if is_shared),
+        """Memory of the host and of each GPU: llama.cpp's sums, and what it does not count."""
+        header = self._header
+        config = msgspec.structs.replace(
+            self._config,
+            model=str(header.path),
+            parallel=parallel,
+            ctx_size=self._config.ctx_size or parallel * share,
+            **self._placer.settings(placement),
         )
-        return (host, *found)
+        found, drafts = self._dry.measure(config), {}
+        if config.draft_model:
+            drafts = self._dry.measure(draft_config(config, config.max_request_tokens or share))
 
-    def _compute(self, parallel: int, batch: int, cells: int, computes: bool = True) -> int:
-        """Processes and buffers of the largest step. Logits that are not asked for stay untouched pages.
+        def place(name: str, free: int | None, more: int, reserve: int = 0) -> Place:
+            sizes, draft = found.get(name, Sizes()), sum(drafts.get(name, Sizes()))
+            if not any(sizes) and not draft:
+                return Place(name, free)
+            model = int(sizes.model * self._scale)
+            return Place(name, free, model, sizes.kv, sizes.compute + more, draft, reserve)
 
-        Where GPUs compute everything, there are the inputs of a step and its logits.
-        """
-        header, config = self._header, self._config
-        scored = SCORED_LOGITS // max(1, header.vocabulary)
-        outputs = min(batch, max(scored, parallel * (1 + config.draft_tokens)))
-        # What a layer has in its hands for each token, at its widest.
-        widths = header.number("embedding_length")
-        if computes:
-            widths = 8 * widths + 3 * header.number("feed_forward_length")
-        # Flash attention needs the mask only (f16), otherwise there are scores for each head (f32).
-        heads = header.number("attention.head_count") if computes else 0
-        scores = 2 if config.flash_attention else 4 * (1 + heads)
-        tables = header.vocabulary * (VOCABULARY_BYTES + 2 * 4 * outputs)
-        return RUNTIME + tables + batch * (4 * widths + scores * cells)
+        scratch = self._placer.converted(share * max(config.slots, parallel))
+        used = placement.devices if placement.gpu_layers else ()
+        devices = [place(device.name, device.free, scratch, DEVICE_RESERVE) for device in used]
+        if config.split_mode == "row" and devices:  # llama.cpp counts them where the rest of the layer is
+            rows = sum(one.model for one in devices) / sum(self._placer.parts)
+            split = zip(devices, self._placer.parts, strict=True)
+            devices = [one._replace(model=int(rows * part)) for one, part in split]
+        # The tables of the vocabulary in the processes, and logits as they are handed out.
+        tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
+        host = place(HOST, self.available, RUNTIME + tables)
+        shared = sum(one.needed for one, device in zip(devices, used, strict=True) if device.integrated)
+        return (host._replace(shared=shared), *devices)
 
     @property
     def fits(self) -> bool:
-        """Whether the needed part fits, on each device; the rest uses what is left."""
+        """True if the needed part fits, on each device; the rest uses what is left."""
         return all(place.fits for place in self.places)
 
     def ready(self, config: EngineConfig) -> EngineConfig:
         """The configuration with what was chosen."""
         placed, target = self.placement, config.target_itl_ms
-        several = placed.gpu_layers and len(placed.devices) > 1
         return msgspec.structs.replace(
             config,
             parallel=self.parallel,
             ctx_size=self.cells,
             batch_tokens=self._config.batch_tokens,
-            gpu_layers=placed.gpu_layers,
-            n_cpu_moe=placed.host_experts,
-            tensor_split=self._placer.split if several else "",
+            **self._placer.settings(placed),
             target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             # The host looks up token vectors only; threads that poll would take cores from the sampler.
             threads=config.threads or (GPU_THREADS if placed.complete else 0),
-            poll=0 if placed.complete and config.poll == DEFAULTS.poll else config.poll,
+            poll=0 if placed.complete and config.poll is None else config.poll,
         )
 
     def hint(self) -> str:
-        """What to try where it does not fit."""
+        """Advice where it does not fit."""
         if any(not place.fits for place in self.places[1:]):
             return "try --gpu-layers auto, or fewer"
         if self._config.ctx_size or self._config.parallel > 1 or self._config.slots > 1:
@@ -340,7 +312,7 @@ class MemoryFit:
         )
 
     def describe_placement(self) -> str:
-        """Which layers lie where, and what each device holds then."""
+        """The layers of each device, and what it holds then."""
         return f"{self.placement.describe()}: {self.describe()}"
 
     def describe_context(self) -> str:
@@ -371,32 +343,26 @@ class MemoryFit:
         )
 
 
-def _find_model(config: EngineConfig, devices: Sequence[Device] | None) -> Path:
-    """The file that the model's reference names. A hub's is checked by its header before it is pulled."""
-
-    def check(head: Path) -> None:
-        prepare(msgspec.structs.replace(config, model=str(head)), devices)
-
-    return resolve(config.model, offline=config.offline, check=check) if config.model else embedded_model()
-
-
 def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[Device]) -> MemoryFit:
     """The fit with long steps, where GPUs have all layers and it costs neither context nor requests."""
-    fit = MemoryFit(header, config, devices)
-    if not fit.placement.complete or config.batch_tokens != DEFAULTS.batch_tokens:
-        return fit
-    longer = MemoryFit(header, msgspec.structs.replace(config, batch_tokens=GPU_BATCH_TOKENS), devices)
+    longer_steps = msgspec.structs.replace(config, batch_tokens=GPU_BATCH_TOKENS)
+    with DryLoad() as dry:
+        fit = MemoryFit(header, config, devices, dry=dry)
+        if not fit.placement.complete or config.batch_tokens != DEFAULTS.batch_tokens:
+            return fit
+        longer = MemoryFit(header, longer_steps, devices, dry=dry)
     same = (longer.parallel, longer.share, longer.placement) == (fit.parallel, fit.share, fit.placement)
     return longer if same and longer.fits else fit
 
 
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
-    """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
+    """Read the header and the chat template, check the memory. Raises SetupError; loads nothing.
 
     The context and the layers on GPUs that are not given are chosen; what is given is honoured or refused.
-    RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here.
+    RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here. Models are
+    files by now (`resolve_config`).
     """
-    header = GgufHeader(_find_model(config, devices))
+    header = GgufHeader(Path(config.model))
     template = ""
     if config.chat_template:
         from cllm.text.chat_template import read_template  # with Jinja, which most starts do without
@@ -413,7 +379,8 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
     if config.draft_model:
-        draft = resolve(config.draft_model, offline=config.offline).resolve()
+        draft = Path(config.draft_model).resolve()
+        GgufHeader(draft)  # is there, and one
         config = msgspec.structs.replace(config, draft_model=str(draft))
     if devices is None:
         devices = list_free_devices() if asked_layers(config) != 0 else ()

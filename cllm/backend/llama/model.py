@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import EngineConfig
@@ -32,7 +35,8 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 _BYTE_LEVEL = _byte_level()
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
-_POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as in GGUF files
+# By their numbers in llama.cpp and in GGUF files.
+POOLING_TYPES = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
 
 
 def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_only: bool) -> list[Any]:
@@ -58,6 +62,38 @@ def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_on
     return [split, overrides]
 
 
+def _without_vocabulary(header: GgufHeader) -> Any:
+    """Metadata instead of the file's (`llama_model_kv_override`): no vocabulary, which takes long to read."""
+    text, number = 3, 0  # llama_model_kv_override_type
+    size = header.vocabulary.to_bytes(8, sys.byteorder)
+    data = struct.pack("i128s4x128s", text, b"tokenizer.ggml.model", b"none")
+    data += struct.pack("i128s4x128s", number, f"{header.architecture}.vocab_size".encode(), size)
+    return ctypes.create_string_buffer(data, len(data) * 3 // 2)  # an empty one is the end
+
+
+def _load(api: Any, path: Path, params: Any, progress: Callable[[float], None] | None) -> Any:
+    """Load a file. What `progress` raises ends the loading and is raised here."""
+    raised: list[BaseException] = []
+
+    def on_progress(fraction: float, _: Any) -> bool:
+        try:
+            if progress is not None:
+                progress(fraction)
+        except BaseException as error:  # it cannot pass through native code
+            raised.append(error)
+        return not raised
+
+    params.progress_callback = api.llama_progress_callback(on_progress)
+    pointer = api.llama_model_load_from_file(str(path).encode(), params)
+    if raised:
+        if pointer:
+            api.llama_model_free(pointer)
+        raise raised[0]
+    if not pointer:
+        raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
+    return pointer
+
+
 class LlamaModel(Owned):
     """Owns a `llama_model`. `vocabulary_only` loads no weights: for the tokenizer worker."""
 
@@ -68,35 +104,25 @@ class LlamaModel(Owned):
         deferred_frees: DeferredFrees,
         *,
         vocabulary_only: bool = False,
+        dry: GgufHeader | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Load it. What `progress` raises ends the loading and is raised here."""
+        """Load it. What `progress` raises ends the loading and is raised here.
+
+        With `dry`, the header of the file, llama.cpp only simulates its allocations: see `dry_load`.
+        """
         api = library.api
         params = api.llama_model_default_params()
+        if dry is not None:
+            params.no_alloc, params.load_mode = True, 0  # LLAMA_LOAD_MODE_NONE: nothing is mapped, either
+            overrides = _without_vocabulary(dry)
+            params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
         placed = _place(library, config, params, vocabulary_only=vocabulary_only)
-        raised: list[BaseException] = []
-
-        def on_progress(fraction: float, _: Any) -> bool:
-            try:
-                if progress is not None:
-                    progress(fraction)
-            except BaseException as error:  # it cannot pass through native code
-                raised.append(error)
-            return not raised
-
-        callback = api.llama_progress_callback(on_progress)
-        params.progress_callback = callback
         path = Path(config.model)
-        pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        pointer = _load(api, path, params, progress)
         del placed  # llama.cpp reads it while it loads
-        if raised:
-            if pointer:
-                api.llama_model_free(pointer)
-            raise raised[0]
-        if not pointer:
-            raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
         self.file = path.name
@@ -109,7 +135,8 @@ class LlamaModel(Owned):
         # A token of a causal model attends only to those before it.
         self.causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
         # Not LAST by default: a generating model's last state is about the next token, not about the text.
-        own_pooling = _POOLING.get(self.metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
+        own = self.metadata(f"{self.architecture}.pooling_type") or ""
+        own_pooling = POOLING_TYPES[int(own)] if own in ("1", "2", "3", "4") else Pooling.MEAN
         self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
         ranks = self.pooling is Pooling.RANK
         length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
@@ -261,7 +288,7 @@ class LlamaVocabulary:
             text = text.removeprefix(self.begin_text)  # asked for twice, llama.cpp warns of it
         data = text.encode()
         count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
-        while count < 0:  # so many are needed
+        while count < 0:  # room for -count is needed
             tokens = (ctypes.c_int32 * -count)()
             count = self._api.llama_tokenize(
                 self.pointer, data, len(data), tokens, -count, add_special, parse_special
@@ -294,7 +321,7 @@ class LlamaVocabulary:
         piece = self._pieces.get(token)
         if piece is None:
             count = -64
-            while count < 0:  # so many bytes are needed
+            while count < 0:  # room for -count bytes is needed
                 buffer = ctypes.create_string_buffer(-count)
                 count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
             piece = self._pieces[token] = buffer.raw[:count]

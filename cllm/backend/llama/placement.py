@@ -1,33 +1,43 @@
-"""Placement: which layers lie on which GPU, and what each device has to hold, before anything is loaded.
+"""Placement: the GPUs here, which layers lie on which of them, and what each memory has to hold.
 
 llama.cpp gives the last layers to the GPUs and leaves the first ones with the CPU. The output counts as one
-layer more, after the last; the table of tokens stays with the host. Several GPUs get consecutive layers, each
-its part of them. The same is computed here.
+layer more, after the last. Several GPUs get consecutive layers, each its part of them. The same is computed
+here.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import logging
+import os
 import re
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cllm.backend.llama.devices import Device
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.library import exit_reason, find, load, may_use_gpu, modules_for, takes_modules
+from cllm.build.gpus import Drivers
+from cllm.build.module import choose_backend, choose_module, describe_time
 from cllm.config import EngineConfig
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, LibraryError
 
+log = logging.getLogger(__name__)
+_LIMIT_S = 60
+_GPU, _INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 _MIB = 1 << 20
 # Of each GPU, beside what is counted: scratch memory of kernels (their pool and cuBLAS's), what the driver
 # adds to a context under work, and fragments. A kernel that gets no memory ends the process.
 DEVICE_RESERVE = 512 * _MIB
-PIPELINE_COPIES = 4  # of a step's inputs, where several GPUs hold all layers and work at once
 ALL_LAYERS = 1 << 20  # more than any model has
 EXPERTS = r"\.ffn_(gate_up|gate|up|down)_(ch)?exps"
-_LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_OF_INPUT = ("token_embd.", "position_embd.", "token_types.", "per_layer_token_embd.")
 
 
 def experts_pattern(layers: int) -> str:
@@ -36,26 +46,69 @@ def experts_pattern(layers: int) -> str:
 
 
 def asked_layers(config: EngineConfig) -> int | None:
-    """The layers that `gpu_layers` asks for; None: as many as fit."""
+    """The layers that `gpu_layers` asks for; None stands for as many as fit."""
     if config.gpu_layers == "auto":
         return None
     return ALL_LAYERS if config.gpu_layers in ("all", -1) else int(config.gpu_layers)
 
 
-def placed_devices(config: EngineConfig) -> tuple[Device, ...]:
-    """Stand-ins for the GPUs on which a checked configuration has layers; their memory is not looked at."""
-    if not asked_layers(config):
-        return ()
-    count = max(config.tensor_split.count(",") + 1, config.main_gpu + 1)
-    return tuple(Device(f"GPU{number}", "", 1 << 62, 1 << 62, False) for number in range(count))
+def wants_gpu(config: EngineConfig) -> bool:
+    """True if layers may be put on a GPU; otherwise no module is loaded and no driver asked."""
+    return asked_layers(config) != 0
 
 
 def mib(size: int) -> str:
     return f"{size // _MIB} MiB"
 
 
+class Device(NamedTuple):
+    """A GPU. Memory is in bytes; that of an `integrated` one is the host's."""
+
+    name: str  # CUDA0
+    description: str  # NVIDIA H200
+    free: int
+    total: int
+    integrated: bool
+
+
+@cache
+def list_devices() -> tuple[Device, ...]:
+    """The GPUs that the native library can use with its module; none without a library.
+
+    They are asked for in a process that may die of it, and takes its memory along; once in a process's life.
+    """
+    with suppress(LibraryError):
+        return ask_library() if may_use_gpu() else ()
+    return ()
+
+
+def ask_library() -> tuple[Device, ...]:
+    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
+    command = [sys.executable, "-m", "cllm.backend.llama.placement"]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, env=environment)
+        if done.returncode == 0:
+            return tuple(Device(*device) for device in json.loads(done.stdout))
+        reason = exit_reason(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not finish within {_LIMIT_S} s"
+    log.warning("no GPU is used, since the library could not list them: %s; `cllm doctor` says more", reason)
+    return ()
+
+
+def offer_module(drivers: Drivers) -> str | None:
+    """An offer to build a module for a GPU that its driver reports; None where it is there or of no use."""
+    folder, backend = find(), choose_backend("auto", drivers)
+    built = choose_module(modules_for(folder), drivers)
+    if backend is None or built is not None or not takes_modules(folder) or list_devices():
+        return None
+    gpu, *_ = drivers.of(backend)
+    return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"
+
+
 class Place(NamedTuple):
-    """What lies in one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
+    """The content of one memory, a GPU's or the host's, in bytes. `free` is None where it is unknown."""
 
     name: str
     free: int | None
@@ -76,7 +129,7 @@ class Place(NamedTuple):
 
     @property
     def is_roomy(self) -> bool:
-        """Whether KV takes at most half of what the rest leaves free."""
+        """True if KV takes at most half of what the rest leaves free."""
         return self.free is None or self.needed + self.kv <= self.free
 
     def describe(self) -> str:
@@ -114,7 +167,7 @@ class Placement(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether GPUs compute everything."""
+        """True if GPUs compute everything."""
         return not self.cpu_layers and not self.host_experts
 
     @property
@@ -123,7 +176,7 @@ class Placement(NamedTuple):
         return [end - start for start, end in pairwise(self.starts)]
 
     def describe(self) -> str:
-        """Which layers lie where."""
+        """The layers of each device."""
         if not self.gpu_layers:
             names = ", ".join(f"{device.name} ({mib(device.free)} free)" for device in self.devices)
             return f"all {self.total} layers on the CPU" + (f", none on {names}" if names else "")
@@ -137,21 +190,8 @@ class Placement(NamedTuple):
         return f"{count} of {self.total} layers {where}{rest}"
 
 
-class Load(NamedTuple):
-    """What a context asks of the memories: of each layer its KV, of each step its buffers."""
-
-    batch: int  # tokens of a step
-    outputs: int  # of them, that have logits
-    cells: int  # that a token may attend to
-    kv: Sequence[int]  # bytes of the layers before each, and of all
-    largest_kv: Sequence[int]  # bytes of the largest of them
-    converted: int  # bytes of the largest layer's KV as f16, where attention needs it converted
-    draft: int
-    draft_buffers: int  # of the draft model's steps, on a GPU
-
-
 class Placer:
-    """Places the layers of a model on devices, and sums up what each of them has to hold."""
+    """Places the layers of a model on devices."""
 
     def __init__(self, header: GgufHeader, config: EngineConfig, devices: Sequence[Device]) -> None:
         """Raises ConfigError where settings name GPUs that are not there."""
@@ -163,123 +203,37 @@ class Placer:
         self._host_experts = min(config.n_cpu_moe, self.total - 1) if has_experts else 0
         edges = np.cumsum(np.array(self.parts, np.float32), dtype=np.float32)
         self._edges = edges / edges[-1] if len(edges) else edges
-        self._read_weights()
-
-    @property
-    def split(self) -> str:
-        """The parts of all GPUs, as `tensor_split` has them."""
-        return ",".join(f"{part:f}".rstrip("0").rstrip(".") for part in self.parts)
-
-    def _read_weights(self) -> None:
-        """Bytes that a GPU has to hold of each layer."""
-        held = [0] * self.total
-        matrices = [0] * self.total  # the largest of each layer
-        self._host_matrix = 0  # the largest of the experts that the host holds
-        sizes = {tensor.name: tensor.size or 0 for tensor in self._header.tensors}
-        for name, size in sizes.items():
-            found = _LAYER.match(name)
-            layer = min(int(found[1]), self.total - 1) if found else self.total - 1
-            if name.startswith(_OF_INPUT):
-                continue
-            if layer < self._host_experts and re.search(EXPERTS, name):
-                self._host_matrix = max(self._host_matrix, size)
-                continue
-            held[layer] += size
-            matrices[layer] = max(matrices[layer], size)
-        # Where the output is the table of tokens, a GPU gets a copy of that.
-        self._copied = 0 if "output.weight" in sizes else sizes.get("token_embd.weight", 0)
-        held[-1] += self._copied
-        matrices[-1] = max(matrices[-1], self._copied)
-        self._held = [0, *accumulate(held)]
-        self._largest = [self._host_matrix, *accumulate(matrices, max)]
 
     def place(self, gpu_layers: int) -> Placement:
-        """So many layers on the GPUs, the last ones, as llama.cpp distributes them."""
+        """Put the last `gpu_layers` layers on the GPUs, as llama.cpp distributes them."""
         count = min(gpu_layers, self.total) if self.devices else 0
         start = self.total - count
         parts = np.arange(count, dtype=np.float32) / np.float32(max(1, count))
         starts = [start, *(start + int(np.searchsorted(parts, edge)) for edge in self._edges)]
         return Placement(self.devices, tuple(starts), self._host_experts if count else 0)
 
-    def host_model(self, placement: Placement) -> int:
-        """Bytes of the weights that stay in the host's memory."""
-        if not placement.gpu_layers:
-            return self._header.data_bytes
-        moved = self._held[-1] - self._held[placement.starts[0]] - self._copied
-        return self._header.data_bytes - moved
+    def settings(self, placement: Placement) -> dict[str, Any]:
+        """The settings of a placement, for llama.cpp."""
+        several = placement.gpu_layers and len(self.devices) > 1
+        split = ",".join(f"{part:f}".rstrip("0").rstrip(".") for part in self.parts)
+        return {
+            "gpu_layers": placement.gpu_layers,
+            "n_cpu_moe": placement.host_experts,
+            "tensor_split": split if several else "",
+        }
 
-    def on_devices(self, placement: Placement, load: Load) -> list[Place]:
-        """What each GPU has to hold. One without layers holds nothing."""
-        counts = placement.counts
-        first = next((index for index, count in enumerate(counts) if count), -1)
-        drafting = min(self._config.main_gpu, len(self.devices) - 1) if load.draft and first >= 0 else -1
-        places = []
-        for index, device in enumerate(self.devices):
-            start, end = placement.starts[index : index + 2]
-            place = Place(device.name, device.free, self._weights(placement, index))
-            if index == drafting:
-                place = place._replace(draft=load.draft + load.draft_buffers)
-            if counts[index]:
-                last = len(load.kv) - 1  # the output has none
-                kv = load.kv[min(end, last)] - load.kv[min(start, last)]
-                compute = self._compute(placement, load, output=end == self.total)
-                compute += self._offloaded(placement, load) if index == first else 0
-                place = place._replace(kv=kv, compute=compute)
-            places.append(place._replace(reserve=DEVICE_RESERVE) if place.needed else place)
-        return places
+    def converted(self, cells: int) -> int:
+        """Bytes that attention takes of a GPU for a layer's KV as f16, where it is kept in another type.
 
-    def _weights(self, placement: Placement, index: int) -> int:
-        """Bytes of the weights on a GPU."""
-        if self._config.split_mode == "row":
-            moved = self._held[-1] - self._held[placement.starts[0]]
-            return int(moved * self.parts[index] / sum(self.parts))
-        return self._held[placement.starts[index + 1]] - self._held[placement.starts[index]]
-
-    def _offloaded(self, placement: Placement, load: Load) -> int:
-        """Buffers for layers of the host: for a long prompt the first GPU computes these, too.
-
-        It gets one matrix at a time, and the KV of one layer.
+        llama.cpp counts them nowhere: kernels take them from their pool. At most, as all layers are alike.
         """
-        if placement.complete:
+        config, number = self._config, self._header.number
+        if not config.flash_attention or (config.cache_type_k, config.cache_type_v) == ("f16", "f16"):
             return 0
-        start = placement.cpu_layers
-        return self._largest[start] + load.largest_kv[min(start, len(load.kv) - 1)]
-
-    def _compute(self, placement: Placement, load: Load, *, output: bool) -> int:
-        pipelined = placement.complete and sum(map(bool, placement.counts)) > 1
-        return load.converted + step_buffers(
-            self._header,
-            *(load.batch, load.cells),
-            outputs=load.outputs,
-            flash=self._config.flash_attention,
-            output=output,
-            copies=PIPELINE_COPIES if pipelined else 1,
-        )
-
-
-def step_buffers(
-    header: GgufHeader,
-    batch: int,
-    cells: int,
-    *,
-    outputs: int,
-    flash: bool,
-    output: bool = True,
-    copies: int = 1,
-) -> int:
-    """Buffers of the largest step on a GPU, where every page of them is taken; `copies` of its inputs.
-
-    `output`: the last layer is there, and so are the logits of so many `outputs`.
-    """
-    embedding = header.number("embedding_length")
-    widths = 8 * embedding + 3 * header.number("feed_forward_length")
-    experts = header.number("expert_used_count")
-    widths += experts * (2 * embedding + 3 * header.number("expert_feed_forward_length"))
-    masks = 2 if header.number("attention.sliding_window") else 1
-    mask = masks * (2 if flash else 4) * cells
-    scores = 0 if flash else 4 * cells * header.number("attention.head_count")
-    logits = 4 * header.vocabulary * min(batch, outputs) if output else 0
-    return logits + batch * (copies * (mask + 4 * embedding) + scores + 4 * widths)
+        heads = number("attention.head_count", 1)
+        width = number("embedding_length") // max(1, heads)
+        keys, values = number("attention.key_length", width), number("attention.value_length", width)
+        return 2 * cells * number("attention.head_count_kv", heads) * (keys + values)
 
 
 def _choose_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -303,3 +257,33 @@ def _choose_parts(config: EngineConfig, devices: Sequence[Device]) -> list[float
         return given + [0.0] * (len(devices) - len(given))
     found = [float(max(0, device.free - DEVICE_RESERVE) // _MIB) for device in devices]
     return found if any(found) else [1.0] * len(devices)
+
+
+def _read_devices() -> Iterator[Device]:
+    """In the process itself."""
+    api = load(gpu=True).api
+    for index in range(api.ggml_backend_dev_count()):
+        device = api.ggml_backend_dev_get(index)
+        kind = api.ggml_backend_dev_type(device)
+        if kind in (_GPU, _INTEGRATED_GPU):
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            api.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            name, description = (
+                read(device).decode("utf-8", "replace")
+                for read in (api.ggml_backend_dev_name, api.ggml_backend_dev_description)
+            )
+            yield Device(name, description, free.value, total.value, kind == _INTEGRATED_GPU)
+
+
+def main() -> int:
+    """Print the devices as JSON, or why there are none on standard error."""
+    try:
+        print(json.dumps(list(_read_devices())))
+    except LibraryError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

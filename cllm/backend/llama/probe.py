@@ -6,21 +6,22 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from cllm.backend.llama.devices import list_devices, wants_gpu
 from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import exit_reason, find, may_use_gpu
 from cllm.backend.llama.memory import prepare
-from cllm.build.build import cache_directory, write_record
+from cllm.backend.llama.placement import list_devices, wants_gpu
 from cllm.build.module import find_modules
+from cllm.build.toolchain import cache_directory, write_record
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, LibraryError, ModelFileError
 
@@ -29,6 +30,24 @@ PROBE_LIMIT_S = 600.0
 PROBE_TOKENS = 4
 WRONG_SETTINGS = "configuration:"
 WITHOUT_GPU = "without the GPU (--gpu-layers 0)"
+# What ggml has kernels for, as the system names it, and as ggml does.
+_KERNELS = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "avx_vnni": "AVX_VNNI",
+    "avx512f": "AVX512",
+    "avx512vbmi": "AVX512_VBMI",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+    "amx_int8": "AMX_INT8",
+    "bmi2": "BMI2",
+    "f16c": "F16C",
+    "fma": "FMA",
+    "asimddp": "DOTPROD",
+    "asimdhp": "FP16_VA",
+    "i8mm": "MATMUL_INT8",
+    "sve": "SVE",
+}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -40,10 +59,9 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class ProbeRecord(msgspec.Struct, frozen=True):
-    """What a probe found, as it is kept: the number of the settings that passed."""
+    """The result of a probe as it is kept: the number of the settings that passed."""
 
     chosen: Annotated[int, msgspec.Meta(ge=0)]
-    tokens_per_second: float = 0.0
 
 
 def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
@@ -87,10 +105,16 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 
     Where the GPU does not work, others are prepared for the host's memory.
     """
-    placed = prepare(asked)
-    ready = find_working(placed, say)
-    if wants_gpu(ready) or not wants_gpu(placed):
-        return ready
+    try:
+        placed = prepare(asked)
+    except LibraryError as error:
+        if not wants_gpu(asked) or not list_devices():
+            raise
+        log.warning("%s; serving %s, which is slower", error, WITHOUT_GPU)
+    else:
+        ready = find_working(placed, say)
+        if wants_gpu(ready) or not wants_gpu(placed):
+            return ready
     return find_working(prepare(msgspec.structs.replace(asked, gpu_layers=0)), say)
 
 
@@ -117,7 +141,7 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
             if failures:
                 log.warning("%s; serving %s, which is slower", "; ".join(failures), name)
             try:
-                write_record(path, msgspec.json.encode(ProbeRecord(chosen, result.tokens_per_second)))
+                write_record(path, msgspec.json.encode(ProbeRecord(chosen)))
             except OSError as error:
                 log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt
@@ -152,6 +176,21 @@ def _record_path(config: EngineConfig) -> Path:
         fingerprint += [(device.name, device.description, device.total) for device in list_devices()]
     digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
+
+
+def loaded_variant(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The CPU variant of the library in this process; None where it has none or the system does not say."""
+    try:
+        found = re.search(r"/libggml-cpu-(\S+)\.so$", maps.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def unused_features(features: Collection[str], system_info: str) -> list[str]:
+    """The features of this CPU that ggml has kernels for and the library was not compiled for."""
+    used = set(re.findall(r"\b(\w+) = ", system_info))
+    return [name for name, kernel in _KERNELS.items() if name in features and kernel not in used]
 
 
 def _main() -> int:

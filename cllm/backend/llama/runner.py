@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from cllm.backend.base import (
     BatchKind,
     DraftCost,
     Drafter,
-    KVState,
     ModelRunner,
     Row,
     RowResult,
@@ -25,21 +23,18 @@ from cllm.backend.base import (
     count_ubatches,
 )
 from cllm.backend.llama import fingerprint
-from cllm.backend.llama.batch_sampler import BatchSampler
-from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
-from cllm.backend.llama.devices import wants_gpu
+from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
+from cllm.backend.llama.context import LlamaContext, get_status
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
-from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.dry_load import Sizes, read_sizes
+from cllm.backend.llama.embedding import EmbeddingContext
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
-from cllm.backend.llama.logit_scan import IDLE_PART, PART, make_logit_scan
-from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.placement import asked_layers
-from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
+from cllm.backend.llama.placement import asked_layers, wants_gpu
+from cllm.backend.llama.sampler import BatchSampler, DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
-from cllm.types import Limits, SamplingParams
+from cllm.types import SamplingParams
 
 MAX_SAMPLER_THREADS = 12
 MEASURED_DRAFT = 8  # tokens
@@ -48,8 +43,8 @@ MEASURED_S = 0.5  # then no further round: a large model's steps take long, and 
 REMEMBERED_STEPS = 8
 
 
-class LlamaRunner(ModelRunner):
-    """Everything native, owned by the thread that made it."""
+class LlamaRunner(LlamaContext, ModelRunner):
+    """A context with its model, samplers, embeddings and draft model. Owned by the thread that made it."""
 
     def __init__(
         self,
@@ -60,43 +55,41 @@ class LlamaRunner(ModelRunner):
     ) -> None:
         self._library = library or load(gpu=wants_gpu(config))
         self._config = config
-        self._api = self._library.api
-        self._deferred_frees = DeferredFrees()
+        frees = DeferredFrees()
         self._embedding: EmbeddingContext | None = None
         self._drafts: DraftModel | None = None
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
         self._padding: dict[int, int] = {}  # position by id
-        self._code, self._submitted_at = 0, 0.0
-        self._lines, self._ubatches, self._chains = 0, 0, False  # of what was submitted
+        self._code, self._lines, self._ubatches, self._chains = 0, 0, 0, False  # of what was submitted
         self._plain_s: dict[int, list[float]] = {}  # by rows: the device's last steps of a token a row
         self._open = ExitStack()  # what is open; closed in reverse order
         try:
+            model = LlamaModel(self._library, config, frees, progress=progress)
+            self._model = self._open.enter_context(model)
+            super().__init__(self._library, model, config, frees)
+            self._open.callback(super().close)
+            self._open.callback(frees.free_all)
             self._load(progress)
         except BaseException:
             self.close()
             raise
 
     def _load(self, progress: Callable[[float], None] | None) -> None:
-        config, library, deferred_frees = self._config, self._library, self._deferred_frees
-        self._model = self._open.enter_context(LlamaModel(library, config, deferred_frees, progress=progress))
-        self._context = self._open.enter_context(LlamaContext(library, self._model, config, deferred_frees))
-        self._open.callback(deferred_frees.free_all)
-        self.info = self._model.info(config.chat_template, generates=self._context.generates)
-        self.limits = self._read_limits(config)
+        config, library = self._config, self._library
+        self._sizes = Sizes(*map(sum, zip(*read_sizes(library, self.pointer).values(), strict=True)))
+        self.info = self._model.info(config.chat_template, generates=self.generates)
         layers = asked_layers(config)
         complete = layers is None or layers > self.info.layers
-        self.asynchronous = complete and bool(self._api.llama_supports_gpu_offload())
+        self.asynchronous = complete and bool(self.api.llama_supports_gpu_offload())
         self.vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self.vocabulary.ends), np.int32)
-        self._no_tokens = self._ends[:0]
-        self._batch = NativeBatch(self._api, self.limits.batch_tokens, self.limits.sequences)
         threads = min(MAX_SAMPLER_THREADS, default_threads())
         scan = make_logit_scan(threads, IDLE_PART if self.asynchronous else PART)
-        self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads, scan)
+        self.batch_sampler = BatchSampler(self.api, self.vocabulary.size, threads, scan)
         self._open.callback(self.batch_sampler.close)
         context = self.limits.sequence_cells
-        self._dry = DryPrototypes(self._api, self.vocabulary.pointer, context, deferred_frees)
+        self._dry = DryPrototypes(self.api, self.vocabulary.pointer, context, self.deferred_frees)
         self._open.callback(self._dry.close)
         if not self.info.generates:
             self.open_embedding()
@@ -135,7 +128,7 @@ class LlamaRunner(ModelRunner):
         for _ in range(RECORDED_AFTER + MEASURED_ROUNDS):
             for copies in shortest:
                 if copies:
-                    self._context.copy(0, 1, 0)
+                    self.copy(0, 1, 0)
                 shortest[copies] = min(shortest[copies], self._decode_s(1))
         return max(0.0, shortest[True] - shortest[False])
 
@@ -161,52 +154,31 @@ class LlamaRunner(ModelRunner):
         return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)
 
     def _decode_s(self, tokens: int) -> float:
-        """Seconds to compute so many tokens of an empty sequence, each with output; 0 if that fails."""
+        """Seconds to compute `tokens` tokens of an empty sequence, each with output; 0 if that fails."""
         started = time.perf_counter()
-        self._batch.fill((Row(0, 0, (0,) * tokens, tokens, None),))
-        code = self._context.decode(self._batch.struct)
-        self._api.llama_synchronize(self._context.pointer)
+        code = self.decode((Row(0, 0, (0,) * tokens, tokens, None),))
+        self.api.llama_synchronize(self.pointer)
         seconds = time.perf_counter() - started
-        self._context.remove(0)
+        self.remove(0)
         return 0.0 if code else seconds
 
-    def _read_limits(self, config: EngineConfig) -> Limits:
-        context = self._context
-        sequence_cells = min(context.sequence_cells, self._model.context_train)
-        # The layout must not decide which request gets a 400: the default is one KV stream's share in both.
-        request_tokens = min(config.max_request_tokens or context.request_share, sequence_cells)
-        return Limits(
-            sequences=context.sequences,
-            parallel=config.parallel,
-            cells=context.cells,
-            sequence_cells=sequence_cells,
-            request_tokens=request_tokens,
-            batch_tokens=context.batch_tokens,
-            unified=context.unified,
-            rollback_tokens=context.rollback_tokens,
-            embed=embed_limits(self._model, config, request_tokens, generates=context.generates),
-        )
-
     def submit(self, batch: Batch) -> None:
-        self._deferred_frees.free_all()
+        self.deferred_frees.free_all()
         self._submitted = batch
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
         self._rows = batch.rows
-        self._padding = {seq_id: self._context.next_position(seq_id) for seq_id in batch.padding}
+        self._padding = {seq_id: self.next_position(seq_id) for seq_id in batch.padding}
         if batch.padding:
             padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
-        self._batch.fill(self._rows)
-        self._context.expect(self._rows)
-        self._submitted_at = time.perf_counter()
-        self._code = self._context.decode(self._batch.struct)
+        self._code = self.decode(self._rows)
         # A GPU computes already.
         self._lines = sum(row.lines for row in batch.rows)
         self._chains = any(isinstance(row.sampler, LlamaSampler) and row.sampler.chain for row in batch.rows)
         # A recurrent memory is split by sequence in either layout.
-        unified = self._context.unified and not self._context.recurrent
-        self._ubatches = count_ubatches(self._rows, self._context.ubatch_tokens, unified=unified)
+        unified = self.limits.unified and not self.info.recurrent
+        self._ubatches = count_ubatches(self._rows, self.limits.batch_tokens, unified=unified)
 
     def _wait(self) -> None:
         """Wait until the device is done.
@@ -216,15 +188,16 @@ class LlamaRunner(ModelRunner):
         """
         rows = len(self._rows)
         if not self.asynchronous or not self._chains or self._batch.struct.n_tokens != rows:
-            self._api.llama_synchronize(self._context.pointer)
+            self.api.llama_synchronize(self.pointer)
             return
         known = self._plain_s.setdefault(rows, [])
         if len(known) == REMEMBERED_STEPS:
             known.clear()  # the next one is waited for awake: sleep that is too long must not be remembered
-        taken_s = time.perf_counter() - self._submitted_at
+        taken_s = time.perf_counter() - self._decode_started
         expected_s = min(known) - taken_s if known else 0.0
-        self.batch_sampler.wait(self._api.llama_synchronize, self._context.pointer, expected_s, self._lines)
-        known.append(time.perf_counter() - self._submitted_at)
+        logits = self._lines * self.vocabulary.size
+        self.batch_sampler.scan.wait(self.api.llama_synchronize, self.pointer, expected_s, logits)
+        known.append(time.perf_counter() - self._decode_started)
 
     def collect(self) -> StepResult:
         batch, self._submitted = self._submitted, None
@@ -236,87 +209,45 @@ class LlamaRunner(ModelRunner):
         if code == 0:
             self._wait()
         for seq_id, position in self._padding.items():
-            self._context.remove_padding(seq_id, position)
+            self.remove_padding(seq_id, position)
         decoded = time.perf_counter()
-        status = get_status(code)
-        if status is not StepStatus.DONE:
-            return StepResult(status, code=code, compute_s=decoded - self._submitted_at)
+        compute_s = decoded - self._decode_started
+        if code != 0:
+            return StepResult(get_status(code), code=code, compute_s=compute_s)
         if self._lines:
-            results = self.batch_sampler.sample(batch.rows, self._context.logits(self._lines))
+            results = self.batch_sampler.sample(batch.rows, self.logits(self._lines))
         else:
             results = (RowResult(),) * len(batch.rows)
+        sample_s = time.perf_counter() - decoded
         return StepResult(
-            status,
-            results,
-            ubatches=self._ubatches,
-            compute_s=decoded - self._submitted_at,
-            sample_s=time.perf_counter() - decoded,
+            StepStatus.DONE, results, ubatches=self._ubatches, compute_s=compute_s, sample_s=sample_s
         )
-
-    def interrupt(self, stop: bool) -> None:
-        self._context.abort_switch.set(stop)
 
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
         context = self.limits.sequence_cells
         if not params.greedy:
             size = self.vocabulary.size
-            pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
-            chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-        excluded = self._ends if params.ignore_eos else self._no_tokens
-        return LlamaSampler(self._api, params, chain, excluded, context)
-
-    def next_position(self, seq_id: int) -> int:
-        return self._context.next_position(seq_id)
-
-    def min_length(self, seq_id: int) -> int:
-        return self._context.min_length(seq_id)
-
-    def checkpoint(self, seq_id: int) -> KVState | None:
-        return self._context.checkpoint(seq_id)
-
-    def settle(self, seq_id: int) -> bool:
-        return self._context.settle(seq_id)
-
-    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
-        return self._context.truncate(seq_id, length, checkpoint)
-
-    def copy(self, source: int, target: int, length: int) -> int:
-        return self._context.copy(source, target, length)
-
-    def save(self, seq_id: int) -> KVState | None:
-        return self._context.save(seq_id)
-
-    def state_bytes(self, seq_id: int) -> int:
-        return self._context.state_bytes(seq_id)
-
-    def restore(self, seq_id: int, state: KVState) -> bool:
-        return self._context.restore(seq_id, state)
+            pointer = build_chain(self.api, params, dry=self._dry, vocabulary_size=size, context=context)
+            chain = Owned(pointer, self.api.llama_sampler_free, self.deferred_frees)
+        excluded = self._ends if params.ignore_eos else NO_TOKENS
+        return LlamaSampler(self.api, params, chain, excluded, context)
 
     def memory_bytes(self) -> dict[str, int]:
-        fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
         return {
             "model": self.info.size_bytes,
-            "kv": fit.kv,
-            "buffers": fit.compute,
-            "draft_model": fit.draft,
-            "embedding_limit": fit.embedding,
-            "grammars_limit": fit.grammars,
+            "kv": self._sizes.kv,
+            "buffers": self._sizes.compute,
+            "draft_model": self._drafts.memory_bytes if self._drafts is not None else 0,
         }
 
     def state_fingerprint(self) -> str:
-        return fingerprint.state_fingerprint(self._config, unified=self._context.unified)
+        return fingerprint.state_fingerprint(self._config, unified=self.limits.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:
-            self._embedding = EmbeddingContext(
-                self._library,
-                self._model,
-                self._config,
-                self.limits.embed,
-                self._context.workers,
-                self._deferred_frees,
-            )
+            cell_bytes = self._sizes.kv // self.limits.cells
+            self._embedding = EmbeddingContext(self, self._model, self._config, cell_bytes)
             self._open.callback(self._embedding.close)  # before the context, whose workers it borrows
 
     def reset_embedding(self) -> None:

@@ -1,22 +1,45 @@
-"""The sampler of a sequence: argmax where that is enough, llama.cpp's sampler chain otherwise."""
+"""Sampling: from a step's logits to its tokens. A row that cannot be sampled gets its own error.
+
+A sequence's sampler is argmax where that is enough, and llama.cpp's sampler chain otherwise.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.candidates import Candidates, TopKPrefilter
+from cllm.backend.base import Row, RowResult
+from cllm.backend.llama.candidates import (
+    NO_TOKENS,
+    BatchCandidates,
+    Candidates,
+    Logits,
+    LogitScan,
+    TopKPrefilter,
+    apply_chain,
+    best,
+)
 from cllm.backend.llama.library import DeferredFrees, Owned
-from cllm.backend.llama.logit_scan import Logits
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
 MAX_ADJUSTED = 512  # tokens: with more, the prefilter hardly narrows
+# For less in a step, handing it to threads costs more than it saves.
+MIN_THREADED_LOGITS = 1 << 22
+MIN_THREADED_S = 1e-3
+TINY = 1e-9
+FAILED = "the next token could not be sampled"
+NOTHING_LEFT = "no token is left to sample from"
+_NOTHING = RowResult()
+log = logging.getLogger(__name__)
 
 
 class LlamaSampler:
@@ -53,10 +76,12 @@ class LlamaSampler:
     def skip(self, token: int) -> None:
         """The chain's last sampler draws once for each token, from however many candidates.
 
-        Not restored: what XTC has drawn and what mirostat has learned, since both depend on the logits.
+        Not restored: what XTC has drawn, and what mirostat and adaptive-p have drawn and learned, since these
+        depend on the logits.
         """
         self.accept((token,))
-        if self.chain is not None and self.params.temperature > 0 and not self.params.mirostat:
+        learns = self.params.mirostat or self.params.adaptive_target >= 0
+        if self.chain is not None and self.params.temperature > 0 and not learns:
             api, chain = self._api, self.chain.pointer
             last = api.llama_sampler_chain_get(chain, api.llama_sampler_chain_n(chain) - 1)
             only = api.llama_token_data(id=token, logit=0.0, p=0.0)
@@ -70,13 +95,14 @@ class LlamaSampler:
             self._recent.append(token)
 
     def sample(self, logits: Logits, candidates: Candidates, mask: TokenMask | None = None) -> int:
-        """Sample an allowed token from a row and accept it. The row is left as it is."""
+        """Sample an allowed token from a row and accept it; -1 where none is left. The row stays as it is."""
         assert self.chain is not None
         adjusted = None
         if self._recent is not None:
             adjusted = np.unique(np.array([*self._recent, *self._biased], np.int32))
         token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)
-        self._accept(token)
+        if token >= 0:
+            self._accept(token)
         return token
 
     def close(self) -> None:
@@ -116,7 +142,7 @@ class DryPrototypes:
 
 
 def get_lookback(count: int, context: int) -> int:
-    """How many tokens a penalty looks back: -1 is the whole context, and no more than that is kept."""
+    """Tokens that a penalty looks back on: -1 is the whole context, and no more than that is kept."""
     return context if count < 0 else min(count, context)
 
 
@@ -125,10 +151,7 @@ def build_chain(
 ) -> Any:
     """A new chain for `params`, in the order `SamplingParams` documents; the caller owns it."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-
-    def add(sampler: Any) -> None:
-        api.llama_sampler_chain_add(chain, sampler)
-
+    add = partial(api.llama_sampler_chain_add, chain)
     if params.logit_bias:
         biases = (api.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
         add(api.llama_sampler_init_logit_bias(vocabulary_size, len(biases), biases))
@@ -168,7 +191,11 @@ def build_chain(
         add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
     else:
         add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed or 0))
+    if params.adaptive_target >= 0:
+        adaptive = (params.adaptive_target, params.adaptive_decay)
+        add(api.llama_sampler_init_adaptive_p(*adaptive, params.seed or 0))
+    else:
+        add(api.llama_sampler_init_dist(params.seed or 0))
     return chain
 
 
@@ -187,3 +214,203 @@ def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
         float(logits[token]) - normaliser,
         tuple((int(index), float(logits[index]) - normaliser) for index in top),
     )
+
+
+class _Work(NamedTuple):
+    """A row that wants output, and the logits of its outputs."""
+
+    row: Row
+    sampler: LlamaSampler
+    first: int  # the line of the step's logits of its first output
+    logits: Logits
+    original: Logits  # before excluded tokens were taken out
+
+
+class BatchSampler:
+    """Samples all rows of a step; on several threads where that pays, since NumPy and chains free the GIL."""
+
+    def __init__(self, api: Any, vocabulary_size: int, threads: int, scan: LogitScan | None = None) -> None:
+        self._api, self.scan = api, scan or LogitScan()
+        self._candidates = [Candidates(api, vocabulary_size) for _ in range(threads)]
+        self._batched = BatchCandidates(api, self.scan)
+        self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
+
+    def close(self) -> None:
+        self.scan.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
+        """The tokens of each row; `logits` holds the lines of each row, in the order of the rows.
+
+        Tokens that a sampler excludes are taken out of its lines.
+        """
+        if any(row.scored for row in rows):
+            return self._sample_scored(rows, logits)
+        if (tokens := self._sample_greedy(rows, logits)) is not None:
+            return tuple(RowResult((token,)) for token in tokens)
+        work = _make_work(rows, logits)
+        found: dict[int, RowResult] = {}
+        plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
+        if 2 * len(plain) > len(work):  # in one go over all lines, unless most of them are others'
+            likeliest = self.scan.likeliest(logits)
+            for one in plain:
+                found[one.first] = _verify(one, likeliest[one.first :])
+        self._sample_prefiltered([one for one in work if one.first not in found], logits, found)
+        if others := [one for one in work if one.first not in found]:
+            results = self._run_chains(others)
+            found.update((one.first, result) for one, result in zip(others, results, strict=True))
+        by_sequence = {one.row.seq_id: found[one.first] for one in work}
+        return tuple(by_sequence.get(row.seq_id, _NOTHING) for row in rows)
+
+    def _sample_scored(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
+        """Find the log-probabilities that rows want of given tokens; then sample from their other lines."""
+        scores: list[tuple[tuple[TokenLogprob, ...], float]] = []
+        outputs: list[int] = []
+        first = 0
+        for row in rows:
+            started = time.perf_counter()
+            found = tuple(
+                log_probabilities(logits[first + place], token, row.scored_top)
+                for place, token in enumerate(row.scored)
+            )
+            scores.append((found, time.perf_counter() - started))
+            outputs += range(first + len(row.scored), first + row.lines)
+            first += row.lines
+        results = self.sample([row._replace(scored=()) for row in rows], logits[outputs])
+        return tuple(
+            result._replace(scored=scored, sample_s=result.sample_s + seconds)
+            for result, (scored, seconds) in zip(results, scores, strict=True)
+        )
+
+    def _sample_greedy(self, rows: Sequence[Row], logits: Logits) -> list[int] | None:
+        """The tokens where every row is greedy and wants one, the usual case; otherwise None."""
+        if len(rows) != len(logits):
+            return None
+        excluded = None
+        for row in rows:
+            sampler = row.sampler
+            assert isinstance(sampler, LlamaSampler)
+            if sampler.chain is not None or row.outputs != 1 or row.mask is not None or row.logprobs:
+                return None
+            if excluded is None:
+                excluded = sampler.excluded
+            elif excluded is not sampler.excluded:
+                return None
+        return self.scan.likeliest(logits, excluded if excluded is not None else NO_TOKENS)
+
+    def _sample_prefiltered(self, work: Sequence[_Work], logits: Logits, found: dict[int, RowResult]) -> None:
+        """Rows whose chains start with a prefilter are filtered together."""
+        narrow = [
+            one
+            for one in work
+            if one.row.mask is None
+            and not one.sampler.prefilter.adjusts
+            and one.sampler.prefilter.narrows(logits.shape[1])
+        ]
+        prefilters = [one.sampler.prefilter for one in narrow for _ in range(one.row.outputs)]
+        if not prefilters:
+            return
+        started = time.perf_counter()
+        if len(prefilters) < len(logits):
+            logits = logits[[one.first + place for one in narrow for place in range(one.row.outputs)]]
+        try:
+            chains = [one.sampler.chain.pointer for one in narrow if one.sampler.chain is not None]
+            arrays = self._batched.fill(logits, prefilters)
+        except Exception:
+            log.exception("the candidates of %d rows could not be found", len(narrow))
+            return
+        if arrays is None:
+            return
+        apply, at_once = self._api.llama_sampler_apply, len(prefilters) == len(narrow)
+        tokens = self.scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
+        each_s = (time.perf_counter() - started) / len(prefilters)
+        first = 0
+        for one, chain in zip(narrow, chains, strict=True):  # without penalties: no token is to be accepted
+            here, first = range(first, first + one.row.outputs), first + one.row.outputs
+            if at_once and tokens[here[0]] >= 0 and not one.row.logprobs:
+                one.sampler.seconds = each_s
+                found[one.first] = RowResult((tokens[here[0]],), sample_s=each_s)
+                continue
+            drawn = (tokens[i] if at_once else apply_chain(apply, chain, arrays[i]) for i in here)
+            result = _verify(one, drawn)
+            one.sampler.seconds += each_s
+            found[one.first] = result._replace(sample_s=result.sample_s + each_s * one.row.outputs)
+
+    def _run_chains(self, work: Sequence[_Work]) -> list[RowResult]:
+        """Rows one by one, on several threads where that pays."""
+        threads = min(len(self._candidates), len(work))
+        expected_s = sum(one.sampler.seconds * one.row.outputs for one in work)
+        total = sum(one.logits.size for one in work)
+        pays = expected_s > MIN_THREADED_S or total > MIN_THREADED_LOGITS
+        if self._pool is None or threads == 1 or not pays:
+            return [_verify(one, _draw(one, self._candidates[0])) for one in work]
+
+        def share(number: int) -> list[RowResult]:
+            return [_verify(one, _draw(one, self._candidates[number])) for one in work[number::threads]]
+
+        started = time.perf_counter()
+        others = [self._pool.submit(share, number) for number in range(1, threads)]
+        shares = [share(0), *(other.result() for other in others)]
+        results = [shares[place % threads][place // threads] for place in range(len(work))]
+        # They ran at the same time: together they took as long as the step had to wait for them.
+        overlap = (time.perf_counter() - started) / max(sum(result.sample_s for result in results), TINY)
+        return [result._replace(sample_s=overlap * result.sample_s) for result in results]
+
+
+def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
+    """The rows that want output. Excluded tokens are taken out of all lines at once: most exclude alike."""
+    work = []
+    excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
+    first = 0
+    for row in rows:
+        if not row.outputs:
+            continue
+        sampler = row.sampler
+        assert isinstance(sampler, LlamaSampler)
+        own = original = logits[first : first + row.outputs]
+        if len(sampler.excluded):
+            if row.logprobs:
+                original = own.copy()
+            lines = excluding.setdefault(id(sampler.excluded), (sampler.excluded, []))[1]
+            lines += range(first, first + row.outputs)
+        work.append(_Work(row, sampler, first, own, original))
+        first += row.outputs
+    for excluded, lines in excluding.values():
+        logits[np.array(lines)[:, None], excluded] = -np.inf
+    return work
+
+
+def _draw(work: _Work, candidates: Candidates) -> Iterator[int]:
+    """Sample from each line of a row; -1 where no token is left."""
+    sampler, mask = work.sampler, work.row.mask
+    for line in work.logits:
+        yield best(line, mask) if sampler.chain is None else sampler.sample(line, candidates, mask)
+
+
+def _verify(work: _Work, sampled: Iterable[int]) -> RowResult:
+    """Take token after token from `sampled`, as long as the next draft is what was sampled.
+
+    The last `outputs` tokens of a row are the newest one and the drafts behind it. Each token is sampled as
+    it would be without drafts; only how many are sampled in one step differs.
+    A failure ends this row, not the step: samplers of other rows have drawn, and cannot again.
+    """
+    row, started = work.row, time.perf_counter()
+    drafts = row.tokens[len(row.tokens) - row.outputs + 1 :]
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    try:
+        for place, token in zip(range(row.outputs), sampled, strict=False):
+            if token < 0:
+                return RowResult(tuple(tokens), tuple(logprobs), error=NOTHING_LEFT)
+            tokens.append(token)
+            if row.logprobs:
+                logprobs.append(log_probabilities(work.original[place], token, row.logprobs))
+            if place < len(drafts) and drafts[place] != token:
+                break
+    except Exception:
+        log.exception("a row could not be sampled")
+        return RowResult(tuple(tokens), tuple(logprobs), error=FAILED)
+    seconds = time.perf_counter() - started
+    work.sampler.seconds = seconds / len(tokens)
+    return RowResult(tuple(tokens), tuple(logprobs), sample_s=seconds)

@@ -12,14 +12,16 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cllm.backend.compute_turns import get_turns
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
-from cllm.workers.compute_turns import get_turns
 
 log = logging.getLogger(__name__)
+DEFAULT_POLL = 50  # ggml's own: idle threads look for work that long before they sleep
 
 
 class CpuTimes(NamedTuple):
@@ -40,7 +42,7 @@ def usable_cores() -> frozenset[int] | None:
 
 
 def core_quota(control_group: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time the control group allows; None: no limit."""
+    """Cores' worth of time the control group allows; None where it sets no limit."""
     try:
         quota, period = (control_group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -56,10 +58,9 @@ def default_threads() -> int:
     return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
-def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """CPU times from the system; None where there are none, or where they cover more than our cores."""
-    cores = usable_cores()
-    if cores is None or core_quota() is not None:
+def read_cpu_times(cores: frozenset[int], stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """CPU times of our cores from the system; None where there are none."""
+    if not cores:
         return None
     ticks = 0
     try:
@@ -88,7 +89,7 @@ class ThreadGovernor:
         self,
         max_threads: int,
         cores: int,
-        read: Callable[[], CpuTimes | None] = read_cpu_times,
+        read: Callable[[], CpuTimes | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.threads = self._max_threads = max_threads
@@ -133,12 +134,15 @@ class Workers:
 
     def __init__(self, library: Library, config: EngineConfig, deferred_frees: DeferredFrees) -> None:
         self._library = library
-        self._poll = config.poll
+        self._poll = DEFAULT_POLL if config.poll is None else config.poll
         self._deferred_frees = deferred_frees
         cores = default_threads()
         self.threads = config.threads or min(config.max_threads or cores, cores)
+        # The system's times cover more than our part of the cores where there is a quota.
+        measured = (core_quota() is None and usable_cores()) or frozenset()
+        read = partial(read_cpu_times, measured)
         # An explicit number is kept; the default adapts to other programs.
-        self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
+        self.governor = None if config.threads else ThreadGovernor(self.threads, cores, read)
         self._pools: dict[int, Owned] = {}
         self._attached: dict[Any, int] = {}  # by context: its number of threads
 

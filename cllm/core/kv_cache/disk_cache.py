@@ -8,30 +8,85 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from cllm.core.kv_cache.cache_file import Candidate, Moved, get_file_size, get_reason
-from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, OtherFile, Scan, remove
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Work, run_slices
-from cllm.core.kv_cache.host_cache import MIB, MIN_NEW_SHARE, Entry
+from cllm.core.kv_cache.cache_file import get_file_size, get_reason
+from cllm.core.kv_cache.disk_folder import CacheFolder, Contents, DiskEntry, Writing, remove, touch
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Match, PrefixTier
+from cllm.core.kv_cache.tiers import MIB, MIN_NEW_SHARE, Entry
 from cllm.core.step_cost import TILE
-from cllm.errors import CllmError, NotFound
+from cllm.errors import CllmError, NotFound, StorageFailed
+
+Operation = Callable[[], Any]
+
+
+class DiskThread:
+    """Does operations one after the other. It is a daemon: one that never returns holds up no exit."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._operations: SimpleQueue[tuple[Operation, Future[Any]] | None] = SimpleQueue()  # None: end
+        self._thread: threading.Thread | None = None
+        self._began_at: float | None = None  # of the operation that runs
+
+    @property
+    def busy_s(self) -> float:
+        """How long the running operation has taken, or has not called `beat`."""
+        began_at = self._began_at
+        return 0.0 if began_at is None else time.monotonic() - began_at
+
+    def beat(self) -> None:
+        """The operation that calls this takes long, but the disk answers."""
+        self._began_at = time.monotonic()
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._operations.put((operation, future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """Let the thread end when it has done what it was given; nothing is submitted any more."""
+        if self._thread is not None:
+            self._operations.put(None)
+
+    def _run(self) -> None:
+        while (item := self._operations.get()) is not None:
+            operation, future = item
+            self.beat()
+            try:
+                future.set_result(operation())
+            except BaseException as error:
+                future.set_exception(error)
+            self._began_at = None
+            del item, operation, future  # their result may be a large state
+
 
 log = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 64 * MIB  # bytes that wait to be written, and that are being read; or one entry
-RETRY_S = 60.0  # after a failure
+MAX_IN_FLIGHT = 64 * MIB  # bytes that are being read; or one entry
+STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
+RETRY_S = STALL_LIMIT_S  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
-MAX_SAVE_SHARE = 0.1  # a save may take so much of the time that the engine has been idle
+MAX_SAVE_SHARE = 0.1  # of the time that the engine has been idle, for a save
+
+
+class Candidate(NamedTuple):
+    """A cached prefix that could be written."""
+
+    tenant: str
+    tokens: Sequence[int]
+    size: int  # of its state, predicted
+    save_s: float  # how long `save` will hold up the owner thread, predicted
+    save: Callable[[], Entry | None]  # None if it is gone, or cannot be saved
 
 
 class Loading(NamedTuple):
@@ -49,7 +104,8 @@ class Loading(NamedTuple):
 class DiskKVCache(PrefixTier[DiskEntry]):
     """Cached prefixes on disk, least recently used out first: never more than `limit` bytes of all models.
 
-    With a limit of 0 it is off. What fails is said once, and is a miss.
+    With a limit of 0 it is off. What fails is said once, and is a miss. Slots saved under a name take part of
+    the limit, are not evicted, and are found by their name alone.
     """
 
     def __init__(
@@ -63,24 +119,23 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         super().__init__()
         self.limit = limit
         self.bytes = 0  # of all files, other models' included
-        self.loads = self.writes = self.evictions = self.failures = 0  # in all
+        self._slot_bytes = 0  # of those, of saved slots
+        self.loads = self.writes = self.failures = 0  # in all
         self._folder = folder
         self._wake = wake
         self._disk = disk or DiskThread("disk-cache")
-        self._others: deque[OtherFile] = deque()  # oldest first
         self._loading: dict[DiskEntry, Future[Entry | None]] = {}
-        self._unusable: SimpleQueue[DiskEntry] = SimpleQueue()  # from the disk thread
         self._read_byte_s = self._write_byte_s = 0.0  # measured
         self._late: Future[Any] | None = None  # a load that took too long
-        self._queue: deque[Entry] = deque()  # to be written, the first of them now
-        self._work: Work[Moved] | None = None  # of the first
-        self._slice: Future[Any] | None = None  # of that
+        self._write: Writing | None = None  # of one entry at a time
+        self._slice: Future[Contents | None] | None = None  # of that
         self._write_s = 0.0  # of its slices so far
-        self._refreshing: Future[Scan] | None = None
-        self._refreshed_at = time.monotonic()
+        self._scanned_at = 0.0  # when the last scan began
+        self._indexed = False  # the first scan is done
         self._retry_at = 0.0
         self._said = False  # that it cannot be written
-        self.scanning: Future[Scan] | None = self._submit(folder.scan) if limit else None
+        self.scanning: Future[Contents] | None = None
+        self._scan()
 
     def _submit(self, operation: Operation) -> Future[Any]:
         future = self._disk.submit(operation)
@@ -130,9 +185,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
 
     def touch(self, entry: DiskEntry) -> None:
         super().touch(entry)
-        entry.used_at = time.time()
-        times = (entry.used_at, entry.used_at)
-        self._disk.submit(partial(_set_times, entry.path, times))
+        self._disk.submit(partial(touch, entry.path))
 
     def _read(self, entry: DiskEntry) -> Entry | None:
         """On the disk thread."""
@@ -144,40 +197,50 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             return found
         except NotFound:
             log.debug("disk cache: a prefix is gone; another server may have evicted it")
-        except (CllmError, OSError, MemoryError) as error:
-            reason = get_reason(error) if isinstance(error, OSError) else error
-            log.warning("disk cache: a file cannot be used and is removed: %s", reason)
-        self._unusable.put(entry)
+        except Exception as error:
+            log.warning("disk cache: a file cannot be used and is removed: %s", get_reason(error))
         return None
 
     def _settle(self) -> None:
         """Take over what the disk thread has done."""
-        while not self._unusable.empty():
-            self.drop(self._unusable.get())
-        self._loading = {entry: load for entry, load in self._loading.items() if not load.done()}
-        if self.limit and self._refreshing is not None and self._refreshing.done():
-            self._take_refreshed(self._refreshing)
-            self._refreshing = None
+        for entry, load in tuple(self._loading.items()):
+            if load.done():
+                del self._loading[entry]
+                if load.result() is None:
+                    self.drop(entry)
         if not self.limit or self.scanning is None or not self.scanning.done():
             return
         scanning, self.scanning = self.scanning, None
         try:
             found = scanning.result()
         except Exception as error:
-            self.limit = 0
-            reason = get_reason(error) if isinstance(error, OSError) else error
-            log.warning("disk cache: off, for its folder cannot be read: %s", reason)
+            if not self._indexed:
+                self.limit = 0
+                log.warning("disk cache: off, for its folder cannot be read: %s", get_reason(error))
             return
-        for entry in sorted(found.entries, key=lambda entry: entry.used_at):
+        self._take(found)
+        if not self._indexed:
+            sizes = self.bytes // MIB, self.limit // MIB
+            log.info("disk cache: %d prefixes, %d MiB of %d", len(self.entries), *sizes)
+            if found.ignored:
+                log.warning("disk cache: %d files are damaged or of another layout; ignored", found.ignored)
+        self._indexed = True
+
+    def _scan(self) -> None:
+        """Look for what other engines, or an earlier one, have written."""
+        if self.limit:
+            self._scanned_at = time.monotonic()
+            known = frozenset(entry.path for entry in self.entries)
+            self.scanning = self._submit(partial(self._folder.scan, self.limit, known))
+
+    def _take(self, found: Contents) -> None:
+        """Make the index what lies in the folder."""
+        paths = found.paths
+        for entry in [entry for entry in self.entries if entry.path not in paths]:
+            self.remove(entry)
+        for entry in found.entries:
             self.insert(entry)
-        self._others.extend(sorted(found.others))
-        self.bytes = sum(one.size for one in found.entries) + sum(other.size for other in found.others)
-        self._make_room(0)
-        log.info(
-            "disk cache: %d prefixes, %d MiB of %d", len(self.entries), self.bytes // MIB, self.limit // MIB
-        )
-        if found.ignored:
-            log.warning("disk cache: %d files are damaged or of another layout; ignored", found.ignored)
+        self.bytes, self._slot_bytes = found.bytes, found.slot_bytes
 
     # Forgetting ------------------------------------------------------------------------------------
 
@@ -187,30 +250,50 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             self.bytes -= entry.size
             self._disk.submit(partial(remove, entry.path))
 
+    def forget(self, prefix: CachedPrefix) -> Future[None]:
+        """Remove what this prefix covers, but no saved slot; the result comes when the files are gone."""
+        self._end_write()
+        for entry in self.covered(prefix):
+            self.drop(entry)
+        # It may have been written just now.
+        return self._submit(lambda: remove(self._folder.get_path(prefix)))
+
     def clear(self) -> Future[None]:
         """Remove everything of this model, of all tenants; the result comes when the files are gone."""
         self._end_write()
-        self._queue.clear()
-        self._refreshing = None
         self.entries.clear()
         self._indexes.clear()
-        self._others.clear()
-        self.bytes = 0
+        self.bytes = self._slot_bytes = 0
+        self._indexed = False
         removed = self._submit(self._folder.clear)
-        if self.limit:
-            self.scanning = self._submit(self._folder.scan)
+        self._scan()
         return removed
 
-    def _make_room(self, size: int) -> None:
-        while self.bytes + size > self.limit and (self.entries or self._others):
-            self.evictions += 1
-            oldest = next(iter(self.entries), None)
-            if oldest is None or (self._others and self._others[0].used_at < oldest.used_at):
-                other = self._others.popleft()
-                self.bytes -= other.size
-                self._disk.submit(partial(remove, other.path))
-            else:
-                self.drop(oldest)
+    # Saved slots -----------------------------------------------------------------------------------
+
+    def save_slot(self, name: str, entry: Entry) -> Future[int]:
+        """Write a slot under a name, whatever is computed meanwhile; the result is the size of its file."""
+        return self._submit(partial(self._save_slot, name, entry))
+
+    def _save_slot(self, name: str, entry: Entry) -> int:
+        """On the disk thread."""
+        try:
+            with contextlib.closing(self._folder.write(entry, self.limit, name)) as slices:
+                for found in slices:
+                    self._disk.beat()
+                    if not self.limit:
+                        raise StorageFailed("the engine ends: the slot is not saved")
+                    if found is not None:
+                        self.bytes, self._slot_bytes = found.bytes, found.slot_bytes
+        except CllmError:
+            self.failures += 1
+            raise
+        self.writes += 1
+        return get_file_size(entry)
+
+    def load_slot(self, name: str, max_bytes: int) -> Future[Entry]:
+        """Read and check what was saved under a name."""
+        return self._submit(partial(self._folder.read_slot, name, max_bytes))
 
     # Writing ---------------------------------------------------------------------------------------
 
@@ -220,19 +303,15 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         return len(tokens) - max((match.value.longest_cut(match.length).length for match in found), default=0)
 
     @property
-    def _slicing(self) -> bool:
-        return self._slice is not None and not self._slice.done()
+    def _budget(self) -> int:
+        """Bytes for files that are not saved slots."""
+        return self.limit - self._slot_bytes
 
     def put(self, entry: Entry) -> bool:
-        """Queue an entry for writing; False where it is known, too large, or too much is queued."""
-        size = get_file_size(entry)
-        queued = sum(map(get_file_size, self._queue))
-        if size > self.limit or (self._queue and queued + size > MAX_IN_FLIGHT):
+        """Begin to write an entry; False where it is known or too large. The one before must be written."""
+        if get_file_size(entry) > self._budget or not self.count_new(entry.tenant, entry.tokens):
             return False
-        queued_already = any(_covers(other, entry) for other in self._queue)
-        if queued_already or not self.count_new(entry.tenant, entry.tokens):
-            return False
-        self._queue.append(entry)
+        self._write, self._write_s = self._folder.write(entry, self.limit), 0.0
         return True
 
     def idle(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
@@ -241,47 +320,22 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         They come most recently used first. Returns after how many seconds to call again; None: after `wake`.
         """
         self._settle()
-        if not self.limit or self.scanning is not None or self._slicing:
+        if not self.limit or self.scanning is not None:
             return None
         wait_s = max(QUIET_S - idle_s, self._retry_at - time.monotonic())
         if wait_s > 0:
             return wait_s
-        if not self._queue:
+        if self._write is None:
             later_s = self._save_one(candidates, idle_s)
-            if not self._queue:
-                self._refresh(idle_s)
+            if self._write is None:
+                if time.monotonic() - self._scanned_at > idle_s:  # once a pause
+                    self._scan()
                 return later_s
         self._advance()
         return None if self._slice is not None else 0.0
 
-    def _refresh(self, idle_s: float) -> None:
-        """Once a pause, look for what other engines have written."""
-        now = time.monotonic()
-        if now - self._refreshed_at > idle_s:
-            self._refreshed_at = now
-            self._refreshing = self._submit(partial(self._folder.find_new, self._known_paths()))
-
-    def _take_refreshed(self, refreshing: Future[Scan]) -> None:
-        if refreshing.exception() is not None:
-            return
-        found, known = refreshing.result(), self._known_paths()
-        for entry in [entry for entry in self.entries if entry.path in found.gone]:
-            self.remove(entry)
-        for entry in found.entries:
-            if entry.path not in known:
-                self.insert(entry)
-        self._others = deque(sorted(other for other in found.others if other.path not in known))
-        writing = get_file_size(self._queue[0]) if self._work is not None else 0
-        self.bytes = writing + sum(one.size for one in self.entries)
-        self.bytes += sum(other.size for other in self._others)
-        self._make_room(0)
-
-    def _known_paths(self) -> set[Path]:
-        known = {entry.path for entry in self.entries}
-        return known | {self._folder.get_path(entry) for entry in self._queue}
-
     def _save_one(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
-        """Queue the first candidate whose saving is unlikely to hold up the next request.
+        """Begin to write the first candidate whose saving is unlikely to hold up the next request.
 
         None where there is none, or in how many seconds one will be.
         """
@@ -296,7 +350,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         return min(later_s, default=None)
 
     def close(self, candidates: Iterable[Candidate] = (), within_s: float = QUIET_S) -> None:
-        """Write what is queued, then candidates, as far as the time allows; nothing half-written is left."""
+        """Write what was begun, then candidates, as far as the time allows; nothing half-written is left."""
         if not self.limit:
             return
         deadline = time.monotonic() + within_s
@@ -306,7 +360,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         before = set(self.entries)
         chosen = self._choose(candidates, 0)
         while self.limit and self.scanning is None and (left_s := deadline - time.monotonic()) > 0:
-            if not self._queue:
+            if self._write is None:
                 if (candidate := next(chosen, None)) is None:
                     break
                 seconds = candidate.save_s + candidate.size * self._write_byte_s
@@ -328,7 +382,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         total = 0
         for candidate in candidates:
             total += candidate.size
-            if total > self.limit:
+            if total > self._budget:
                 return
             length = len(candidate.tokens)
             least = max(TILE, length // min_share if min_share else 0)
@@ -337,71 +391,46 @@ class DiskKVCache(PrefixTier[DiskEntry]):
 
     def _advance(self) -> None:
         """Begin the next slice of the write at hand, when the last one is done."""
-        if not self._queue or self._slicing:
+        if self._write is None or (self._slice is not None and not self._slice.done()):
             return
-        if self._work is None:
-            self._work = self._begin_write(self._queue[0])
         try:
-            done = self._slice.result() if self._slice is not None else None
-            self._slice = self._submit(partial(self._timed, self._work.operations.send(done)))
-        except StopIteration:
-            self._end_write(written=True)
+            found = self._slice.result() if self._slice is not None else None
+            if found is None:
+                self._slice = self._submit(partial(self._run_slice, self._write))
+            else:
+                self._end_write()
+                self._take_written(found)
         except Exception as error:
-            self._end_write()
             self._fail(error)
 
-    def _begin_write(self, entry: Entry) -> Work[Moved]:
-        size = get_file_size(entry)
-        self._make_room(size)
-        self.bytes += size
-        self._write_s = 0.0
-        slices = self._folder.write(entry, self.limit)
-        return Work(run_slices(slices), slices.close)
-
-    def _timed(self, operation: Operation) -> Any:
+    def _run_slice(self, write: Writing) -> Contents | None:
         """On the disk thread."""
         started = time.perf_counter()
         try:
-            return operation()
+            return next(write)
         finally:
             self._write_s += time.perf_counter() - started
 
-    def _end_write(self, *, written: bool = False) -> None:
-        """Take the first of the queue out, and into the index if it was written."""
-        work, self._work, self._slice = self._work, None, None
-        if work is None:
-            return
-        self._disk.submit(work.discard)
-        entry = self._queue.popleft()
-        size = get_file_size(entry)
-        if not written:
-            self.bytes -= size
-            return
+    def _take_written(self, found: Contents) -> None:
         self.writes += 1
         self._said = False
-        self._write_byte_s = self._write_s / size
-        saved = DiskEntry(entry, self._folder.get_path(entry), size, used_at=time.time())
-        for other in self.covered(saved):
-            if saved.longest_cut(len(other.tokens)).length == len(other.tokens):
-                self.drop(other)
-        self.insert(saved)
+        self._take(found)
+        for saved in found.entries:
+            self._write_byte_s = self._write_s / saved.size
+            for other in self.covered(saved):
+                if other is not saved and saved.longest_cut(len(other.tokens)).length == len(other.tokens):
+                    self.drop(other)
+
+    def _end_write(self) -> None:
+        """Close the write at hand; nothing half-written is left."""
+        if self._write is not None:
+            self._disk.submit(self._write.close)
+        self._write = self._slice = None
 
     def _fail(self, error: Exception) -> None:
         self.failures += 1
-        self._queue.clear()
+        self._end_write()
         self._retry_at = time.monotonic() + RETRY_S
         if not self._said:
-            reason = error if isinstance(error, CllmError) else type(error).__name__
-            log.warning("disk cache: %s; it is tried again every %.0f s", reason, RETRY_S)
+            log.warning("disk cache: %s; it is tried again every %.0f s", get_reason(error), RETRY_S)
         self._said = True
-
-
-def _covers(longer: CachedPrefix, prefix: CachedPrefix) -> bool:
-    length = len(prefix.tokens)
-    same = longer.tenant == prefix.tenant and longer.tokens[:length] == prefix.tokens
-    return same and longer.longest_cut(length).length == length
-
-
-def _set_times(path: Path, times: tuple[float, float]) -> None:
-    with contextlib.suppress(OSError):
-        os.utime(path, times, follow_symlinks=False)

@@ -1,6 +1,7 @@
 """The folder of the disk cache: its files, and what the disk thread does with them.
 
-    <folder>/kv/<fingerprint of model, library and KV layout>/<tenant and tokens>.kv
+    <folder>/kv/<fingerprint of model, library and KV layout>/<digest of tenant and tokens>.kv
+    <folder>/kv/<fingerprint of model, library and KV layout>/<name>.slot
 
 A file appears whole, and one that is gone is a miss, so several servers may share a folder. The files tell
 what users asked: folders are 0700, files 0600.
@@ -13,56 +14,74 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from cllm.build.toolchain import cache_directory
 from cllm.core.kv_cache.cache_file import (
-    CacheFileReader,
-    CacheFileWriter,
-    Moved,
+    DIGEST_BYTES,
     get_digest,
     get_file_size,
     get_reason,
-    strip_states,
+    open_plainly,
+    read_entry,
+    read_prefix,
+    write_entry,
 )
-from cllm.core.kv_cache.disk_thread import Slices, finish
-from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
-from cllm.errors import CllmError, StateFileError, StorageFailed
+from cllm.core.kv_cache.tiers import MIB, Entry
+from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
+from cllm.names import path_below
 
-SUFFIX, TEMPORARY = ".kv", ".new"
-_NAME_BYTES = 16
+PREFIX, SLOT, TEMPORARY = ".kv", ".slot", ".new"  # suffixes
+_NAME_BYTES = DIGEST_BYTES // 2
 
 
 class DiskEntry(CachedPrefix):
     """A cached prefix on disk. Its checkpoints have lengths; their states are in the file."""
 
-    __slots__ = ("path", "size", "used_at")
+    __slots__ = ("path", "size")
 
-    def __init__(self, prefix: CachedPrefix, path: Path, size: int, used_at: float) -> None:
-        super().__init__(prefix.tenant, prefix.tokens, strip_states(prefix.checkpoints), prefix.min_length)
+    def __init__(self, prefix: CachedPrefix, path: Path, size: int) -> None:
+        points = tuple(Checkpoint(point.length, b"") for point in prefix.checkpoints)
+        super().__init__(prefix.tenant, prefix.tokens, points, prefix.min_length)
         self.path = path
         self.size = size  # of the file
-        self.used_at = used_at  # by the wall clock, as the file's mtime
 
 
-class OtherFile(NamedTuple):
-    """A file of another model, or a damaged one: it only takes space."""
+class _File(NamedTuple):
+    """A file of any model, in the order of eviction."""
 
+    saved: bool  # a slot: never evicted
     used_at: float
     size: int
     path: Path
 
 
-class Scan(NamedTuple):
+class Contents(NamedTuple):
     """What lies in the folder."""
 
-    entries: list[DiskEntry]
-    others: list[OtherFile]
+    files: list[_File]
+    entries: list[DiskEntry]  # those that are new, least recently used first
     ignored: int = 0  # files of this model's folder that cannot be used
-    gone: frozenset[Path] = frozenset()  # files that were known
+
+    @property
+    def paths(self) -> set[Path]:
+        return {file.path for file in self.files}
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(file.size for file in self.files if file.saved)
+
+
+Writing = Generator[Contents | None, None, None]
 
 
 def get_cache_folder(given: str) -> Path:
@@ -77,129 +96,137 @@ class CacheFolder:
         """`get_fingerprint` is called on the disk thread: it reads the model's file."""
         self._root = folder / "kv"
         self._get_fingerprint = get_fingerprint
-        self._known = ""
 
-    @property
+    @cached_property
     def _fingerprint(self) -> str:
-        self._known = self._known or self._get_fingerprint()
-        return self._known
+        return self._get_fingerprint()
 
-    @property
+    @cached_property
     def _folder(self) -> Path:
         return self._root / get_digest(self._fingerprint.encode()).hex()[:_NAME_BYTES]
 
     def get_path(self, prefix: CachedPrefix) -> Path:
-        return self._folder / (get_name(prefix) + SUFFIX)
+        return self._folder / (get_name(prefix) + PREFIX)
 
-    def scan(self) -> Scan:
-        """Read the heads of this model's files, and the sizes of all. Raises OSError."""
-        found = Scan([], [], 0)
-        for folder in _list(self._root):
-            ours = folder == self._folder
-            for path in _list(folder) if not folder.is_symlink() else ():
-                try:
-                    status = path.lstat()
-                except FileNotFoundError:  # another server has removed it
-                    continue
-                if path.suffix != SUFFIX:
-                    _remove_leftover(path)
-                    continue
-                entry = self._find(path, status) if ours and stat.S_ISREG(status.st_mode) else None
-                if entry is not None:
-                    found.entries.append(entry)
-                else:
-                    found.others.append(OtherFile(status.st_mtime, status.st_size, path))
-                    found = found._replace(ignored=found.ignored + ours)
-        return found
+    def _get_slot_path(self, name: str) -> Path:
+        return path_below(self._folder, name + SLOT)
 
-    def find_new(self, known: set[Path]) -> Scan:
-        """What other engines have written: entries of this model that are not known, and all other files."""
-        files = self._list_files()
-        found = Scan([], [], gone=frozenset(known.difference(files)))
-        for path in files:
-            if path in known:
-                continue
-            with contextlib.suppress(OSError):  # it is gone again
-                status = path.lstat()
-                ours = path.parent == self._folder and stat.S_ISREG(status.st_mode)
-                if ours and (entry := self._find(path, status)) is not None:
-                    found.entries.append(entry)
-                else:
-                    found.others.append(OtherFile(status.st_mtime, status.st_size, path))
-        return found
+    def scan(self, limit: int, known: Collection[Path] = ()) -> Contents:
+        """Keep the files of all models to `limit` bytes; read the heads of those not `known` of this one.
 
-    def _list_files(self) -> list[Path]:
-        """The files of all models."""
-        folders = [folder for folder in _list(self._root) if not folder.is_symlink()]
-        return [path for folder in folders for path in _list(folder) if path.suffix == SUFFIX]
-
-    def _make_room(self, size: int, limit: int) -> None:
-        """Remove the files of any model that were not used for the longest time, so that `size` bytes fit.
-
-        Other engines write here, too, and this one knows only what it found when it last looked.
+        Raises OSError.
         """
-        found = []
-        for path in self._list_files():
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                found.append(OtherFile(status.st_mtime, status.st_size, path))
-        size += sum(file.size for file in found)
-        for file in sorted(found):
-            if size <= limit:
-                return
-            remove(file.path)
-            size -= file.size
+        files = self._make_room(limit)
+        entries, ignored = [], 0
+        for file in files:
+            if file.path.parent == self._folder and not file.saved and file.path not in known:
+                entry = self._find(file)
+                entries += [entry] if entry is not None else []
+                ignored += entry is None
+        return Contents(files, entries, ignored)
 
-    def _find(self, path: Path, status: os.stat_result) -> DiskEntry | None:
+    def _make_room(self, limit: int, size: int = 0, path: Path | None = None) -> list[_File]:
+        """Remove what was not used for the longest time, so that `size` bytes fit; return what is left.
+
+        The file at `path` is to be replaced. Other engines write here, too. Raises StorageFailed.
+        """
+        files = sorted(file for file in self._list_files() if file.path != path)
+        slots = sum(file.size for file in files if file.saved)
+        if size and slots + size > limit:
+            sizes = f"{size / MIB:.1f} MiB do not fit beside {slots / MIB:.1f} MiB of saved slots"
+            raise StorageFailed(f"{sizes}: raise --cache-disk-mb, or clear the cache")
+        total = size + sum(file.size for file in files)
+        while total > limit and files and not files[0].saved:
+            evicted = files.pop(0)
+            remove(evicted.path)
+            total -= evicted.size
+        return files
+
+    def _list_files(self) -> Iterator[_File]:
+        """The files of all models. Leftovers of a crash are removed."""
+        for folder in _list(self._root):
+            for path in _list(folder) if not folder.is_symlink() else ():
+                if path.suffix == TEMPORARY:
+                    _remove_leftover(path)
+                elif path.suffix in (PREFIX, SLOT):
+                    with contextlib.suppress(FileNotFoundError):  # another server has removed it
+                        status = path.lstat()
+                        yield _File(path.suffix == SLOT, status.st_mtime, status.st_size, path)
+
+    def _find(self, file: _File) -> DiskEntry | None:
         """What a file holds, by its head, its length and its name; None if they do not agree."""
         try:
-            with contextlib.closing(CacheFileReader(path, self._fingerprint)) as reader:
-                reader.open()
-                head = reader.read_only_head()
+            prefix = read_prefix(file.path, self._fingerprint)
         except CllmError:
             return None
-        points = tuple(Checkpoint(length, b"") for length, _ in head.checkpoints)
-        prefix = CachedPrefix(head.tenant, head.tokens, points, head.min_length)
-        if get_name(prefix) != path.stem:
-            return None
-        return DiskEntry(prefix, path, status.st_size, status.st_mtime)
+        return DiskEntry(prefix, file.path, file.size) if get_name(prefix) == file.path.stem else None
 
     def read(self, entry: DiskEntry) -> Entry:
-        """An entry with its states, checked whole. Raises NotFound, StateFileError or StorageFailed."""
-        with contextlib.closing(CacheFileReader(entry.path, self._fingerprint)) as reader:
-            reader.open()
-            slices = reader.read(max_bytes=entry.size)
-            found = finish(slices)
-            reader.check_end()
-        if found is None or get_name(found) != get_name(entry):
-            raise StateFileError("the state file is another than was indexed")
+        """An entry with its states, checked whole. Raises NotFound, CacheFileError or StorageFailed."""
+        found = read_entry(entry.path, self._fingerprint)
+        if get_name(found) != entry.path.stem:
+            raise CacheFileError("the cache file is another than was indexed")
         return found
 
-    def write(self, entry: Entry, limit: int) -> Slices[Moved]:
-        """Write an entry to its file, within the `limit` for all files, in bytes.
+    def read_slot(self, name: str, max_bytes: int) -> Entry:
+        """A saved slot, checked whole. Raises NotFound, CacheFileError or StorageFailed."""
+        path = self._get_slot_path(name)
+        try:
+            size = path.lstat().st_size
+        except FileNotFoundError:
+            raise NotFound("no slot of this model and KV layout is saved under this name") from None
+        if size > max_bytes:
+            raise StorageFailed(f"the saved slot takes {size // MIB} MiB of RAM: raise --cache-ram-mb")
+        return read_entry(path, self._fingerprint)
 
-        Raises StorageFailed; then nothing is left of it.
+    def write(self, entry: Entry, limit: int, slot: str = "") -> Writing:
+        """Write an entry to its file, or to that of a saved slot, within the `limit` for all files, in bytes.
+
+        In slices; what lies in the folder comes last. Raises StorageFailed; then nothing is left of it.
         """
-        path = self.get_path(entry)
+        path = self._get_slot_path(slot) if slot else self.get_path(entry)
         temporary = path.with_name(f".{path.stem}-{secrets.token_hex(_NAME_BYTES)}{TEMPORARY}")
-        # Unsynced: after a power failure it may be damaged, and that is found out.
-        with contextlib.closing(CacheFileWriter(path, temporary, self._fingerprint, sync=False)) as writer:
+        size = get_file_size(entry)
+        try:
             for folder in (self._root, path.parent):
-                _make_private(folder)
-            writer.open()
-            yield from writer.write(entry)
-            self._make_room(get_file_size(entry), limit)
-            return writer.finish()
+                folder.mkdir(stat.S_IRWXU, parents=True, exist_ok=True)
+                folder.chmod(stat.S_IRWXU)
+            self._make_room(limit, size, path)
+            with open(temporary, "xb", opener=open_plainly) as file:
+                with contextlib.suppress(OSError):  # one without a lock was left by a crash
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield from write_entry(file, entry, self._fingerprint)
+                file.flush()
+                if slot:  # others may be damaged after a power failure, and that is found out
+                    os.fsync(file.fileno())
+                files = self._make_room(limit, size, path)
+                touch(temporary)
+                temporary.replace(path)
+        except OSError as error:
+            raise StorageFailed(f"the cache file could not be written: {get_reason(error)}") from None
+        finally:
+            remove(temporary)
+        used_at = time.time()
+        files.append(_File(bool(slot), used_at, size, path))
+        yield Contents(files, [] if slot else [DiskEntry(entry, path, size)])
 
     def clear(self) -> None:
-        """Remove every file of this model."""
+        """Remove every file of this model, those of saved slots too. Raises OSError."""
         for path in _list(self._folder):
-            remove(path)
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def touch(path: Path) -> None:
+    """Note that a file was used, more precisely than file systems do by themselves."""
+    used_at = time.time_ns()
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(used_at, used_at), follow_symlinks=False)
 
 
 def get_name(prefix: CachedPrefix) -> str:
@@ -216,20 +243,8 @@ def _list(folder: Path) -> list[Path]:
         return []
 
 
-def _make_private(folder: Path) -> None:
-    """Make a folder that only its owner may read. Raises StorageFailed."""
-    try:
-        folder.mkdir(stat.S_IRWXU, parents=True, exist_ok=True)
-        if stat.S_IMODE(folder.stat().st_mode) != stat.S_IRWXU:
-            folder.chmod(stat.S_IRWXU)
-    except OSError as error:
-        raise StorageFailed(f"its folder cannot be made: {get_reason(error)}") from None
-
-
 def _remove_leftover(path: Path) -> None:
     """Remove a half-written file, unless it is being written by another server, which holds its lock."""
-    if path.suffix != TEMPORARY:
-        return
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:

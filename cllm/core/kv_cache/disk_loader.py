@@ -7,12 +7,10 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 
-from cllm.core.kv_cache.cache_file import Candidate
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
-from cllm.core.kv_cache.disk_cache import DiskKVCache, Loading
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, Loading
 from cllm.core.kv_cache.disk_folder import DiskEntry
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Match
+from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, HostKVCache, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepCostModel
@@ -56,7 +54,7 @@ class DiskLoader:
             sequence.load_by = now + (len(sequence.tokens) - known) * self._transfer.token_s
         if now >= sequence.load_by:
             return
-        if disk.scanning is not None and not disk.scanning.done():
+        if not disk.entries and disk.scanning is not None and not disk.scanning.done():
             sequence.loading = Loading(disk.scanning, sequence.load_by)
             return
         found = (

@@ -11,18 +11,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.cache_file import Candidate
-from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
-from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
-from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
+from cllm.core.kv_cache.layout import KVLayout
+from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut, plan_stops, thin_checkpoints
 from cllm.core.kv_cache.slot_choice import SlotChoice
+from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, HostKVCache, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
-from cllm.core.sequence import Sequence, count_cells
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import StepCostModel
+from cllm.errors import InvalidRequest, StorageFailed
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +52,7 @@ class PrefixCache:
         cost: StepCostModel,
         host: HostKVCache,
         disk: DiskKVCache,
+        layout: KVLayout,
         *,
         keeps: bool,
         across_tenants: bool,
@@ -66,13 +66,14 @@ class PrefixCache:
         self.loader = DiskLoader(disk, host, transfer, cost)
         self._keeps = keeps
         self._across_tenants = across_tenants
-        self.slots = SlotChoice(runner, pool, self.device, transfer, cost)
+        self.slots = SlotChoice(runner, pool, self.device, transfer, cost, layout)
         self._cuttable = transfer.cuttable
-        self._unified = runner.limits.unified
+        self.layout = layout
         self.hits = self.hit_tokens = 0  # in all
 
-    def _tenant(self, sequence: Sequence) -> str:
-        return "" if self._across_tenants else sequence.request.tenant
+    def _key(self, sequence: Sequence) -> str:
+        """What its prefixes are cached under."""
+        return sequence.request.prompt.key("" if self._across_tenants else sequence.request.tenant)
 
     # Finding ---------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class PrefixCache:
         best = self._find_now(sequence, running)
         if best is None or best.ready:
             known, gain_s = (best.length, self._gain_s(best, sequence)) if best is not None else (0, 0.0)
-            self.loader.look(sequence, self._tenant(sequence), known, gain_s, self._room(running))
+            self.loader.look(sequence, self._key(sequence), known, gain_s, self.layout.room(running))
         return best
 
     def _find_now(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
@@ -104,18 +105,18 @@ class PrefixCache:
         ):
             return cached  # waiting pays only if the source is ahead of what can be had at once, and goes far
         # As good as each other before anything was measured: only in unified KV a copy is free.
-        favourite = shared if self._unified else cached
+        favourite = cached if self.layout.splits else shared
         return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         opening = sequence.tokens[:MIN_COPY_TOKENS]
-        tenant = self._tenant(sequence)
+        tenant = self._key(sequence)
         matches = (
             self._match_source(sequence, other)
             for other in running
             if other.tokens[:MIN_COPY_TOKENS] == opening
             and other.request.reuse
-            and self._tenant(other) == tenant
+            and self._key(other) == tenant
         )
         # It waits for its elders only: those that came later could keep it waiting for ever.
         useful = (
@@ -128,7 +129,7 @@ class PrefixCache:
 
     def _match_source(self, sequence: Sequence, other: Sequence) -> PrefixMatch:
         """What a running sequence has for this one; where its memory cannot be cut, at its checkpoints."""
-        common = sequence.shared_with(other)
+        common = sequence.request.prompt.floor(sequence.shared_with(other))
         if self._cuttable:
             return PrefixMatch(common, other)
         planned = [length for length in other.stops if length <= common]
@@ -139,11 +140,12 @@ class PrefixCache:
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        room = self._room(running)
+        floor = sequence.request.prompt.floor
+        room = self.layout.room(running)  # a state comes whole, even where only its prefix is wanted
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
             for match in self._known(sequence, sequence.tokens[:-1])
-            if (cut := match.value.longest_cut(match.length)).length >= MIN_RESTORE_TOKENS
+            if (cut := match.value.longest_cut(floor(match.length))).length >= MIN_RESTORE_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
         best = max(known, key=lambda match: (self._gain_s(match, sequence), match.length), default=None)
@@ -152,14 +154,9 @@ class PrefixCache:
             return None
         return best
 
-    def _room(self, running: tuple[Sequence, ...]) -> int:
-        """Tokens of a state that can be restored: it comes whole, even where only its prefix is wanted."""
-        cells = self._runner.limits.sequence_cells
-        return min(cells, self._runner.limits.cells - count_cells(running)) if self._unified else cells
-
     def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
-        tenant = self._tenant(sequence)
+        tenant = self._key(sequence)
         slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)
         states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)
         return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
@@ -184,10 +181,9 @@ class PrefixCache:
         origin = match.origin if match is not None else None
         content = origin if isinstance(origin, SlotContent) else None
         length = match.length if match is not None else 0
-        if self._unified:
-            needed = len(sequence.tokens) + 1
-            needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
-            self.slots.make_room(needed, running.values(), content)
+        needed = len(sequence.tokens) + 1
+        needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
+        self.slots.make_room(needed, running.values(), content)
         if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
         restores = isinstance(origin, Entry) or sequence.swapped is not None
@@ -207,11 +203,13 @@ class PrefixCache:
         held, copied = 0, False
         try:
             if in_place:
-                held = self._cut(sequence.seq_id, match)
+                held = self._cut(sequence, match)
             elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
-                held = self._restore(sequence.seq_id, entry, match)
+                held = self._restore(sequence, entry, match)
             elif not isinstance(origin, Entry):
-                held, copied = self._runner.copy(origin.seq_id, sequence.seq_id, match.length), True
+                position = sequence.request.prompt.position(match.length)
+                copied = self._runner.copy(origin.seq_id, sequence.seq_id, position) == position
+                held = match.length if copied else 0
         except Exception:
             log.exception("the cached prefix of request %s could not be applied; it is computed", sequence.id)
             if isinstance(origin, Entry):
@@ -222,8 +220,8 @@ class PrefixCache:
             sequence.segments = origin.segments
         sequence.checkpoints = list(origin.checkpoints)
         sequence.cut_to(held)
-        if not isinstance(origin, Entry) and self._unified and copied:
-            sequence.share_cells(origin)
+        if copied and not isinstance(origin, Entry):
+            sequence.segments = self.layout.share(origin, held) or sequence.segments
         if first_start and held:  # a preempted one has computed this before
             sequence.cached_tokens = held
             from_disk = sequence.loaded is not None and origin is sequence.loaded.value
@@ -234,9 +232,10 @@ class PrefixCache:
         self.hit_tokens += held
         return len(origin.tokens) - held if in_place else 0
 
-    def _cut(self, seq_id: int, match: PrefixMatch) -> int:
-        checkpoint = match.checkpoint
-        return self._runner.truncate(seq_id, match.length, checkpoint and checkpoint.state)
+    def _cut(self, sequence: Sequence, match: PrefixMatch) -> int:
+        position, checkpoint = sequence.request.prompt.position(match.length), match.checkpoint
+        kept = self._runner.truncate(sequence.seq_id, position, checkpoint and checkpoint.state)
+        return match.length if kept == position else 0
 
     def _through_ram(self, match: PrefixMatch) -> Entry | None:
         """The state of a slot saved to RAM, where that is the best way to another slot."""
@@ -249,14 +248,14 @@ class PrefixCache:
             return None
         return self._transfer.save_entry(content)
 
-    def _restore(self, seq_id: int, entry: Entry, match: PrefixMatch) -> int:
+    def _restore(self, sequence: Sequence, entry: Entry, match: PrefixMatch) -> int:
         """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""
-        runner = self._runner
+        runner, seq_id = self._runner, sequence.seq_id
         held = 0
         if self._transfer.restore(seq_id, entry.state):
             self.host.touch(entry)
-            if runner.next_position(seq_id) == len(entry.tokens):
-                held = self._cut(seq_id, match)
+            if runner.next_position(seq_id) == entry.position:
+                held = self._cut(sequence, match)
         elif any(runner.next_position(other) for other in range(runner.limits.sequences) if other != seq_id):
             return 0  # other sequences are in its way
         if held != match.length:
@@ -274,7 +273,7 @@ class PrefixCache:
         try:
             if not self._runner.settle(sequence.seq_id):
                 return None
-            if self._runner.next_position(sequence.seq_id) != sequence.num_computed:
+            if self._runner.next_position(sequence.seq_id) != sequence.position:
                 return None
             self._transfer.observe_slot(sequence.seq_id, sequence.num_computed)
             return self._content_of(sequence)
@@ -291,9 +290,10 @@ class PrefixCache:
 
     def plan_checkpoints(self, sequence: Sequence) -> None:
         """Before a prompt is computed: where memory that cannot be cut is saved on the way."""
-        needed = self._runner.info.recurrent or sequence.token_limit > self._runner.info.sliding_window > 0
+        info = self._runner.info
+        needed = info.recurrent or sequence.stopping.token_limit > info.sliding_window > 0
         if needed and sequence.request.reuse and self.host.cached_limit:
-            prompt, begin = sequence.request.prompt, sequence.num_computed
+            prompt, begin = sequence.request.prompt.items, sequence.num_computed
             sequence.stops = plan_stops(prompt, begin, self._runner.vocabulary.is_control)
 
     def checkpoint(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
@@ -324,16 +324,35 @@ class PrefixCache:
     def _content_of(self, sequence: Sequence) -> SlotContent:
         min_length = 0 if self._cuttable else self._runner.min_length(sequence.seq_id)
         tokens = sequence.tokens[: sequence.num_computed]
-        checkpoints = tuple(sequence.checkpoints)
-        tenant = self._tenant(sequence)
-        return SlotContent(sequence.seq_id, tenant, tokens, sequence.segments, checkpoints, min_length)
+        held = (tuple(sequence.checkpoints), min_length, sequence.position)
+        return SlotContent(sequence.seq_id, self._key(sequence), tokens, sequence.segments, *held)
 
     def candidates(self) -> Iterator[Candidate]:
         """What could be written to disk."""
         return self.loader.candidates(self.device)
 
+    def read_slot(self, seq_id: int) -> Entry:
+        """What a free slot holds, as an entry that is in no tier. Raises InvalidRequest or StorageFailed."""
+        content = self.device.get(seq_id)
+        if content is None:
+            message = "id_slot: this slot computes or holds nothing; `cached` of /debug/kv has those that do"
+            raise InvalidRequest(message, "id_slot")
+        fits = self._transfer.state_bytes(len(content.tokens)) <= self.host.limit
+        if (entry := self._transfer.read_entry(content) if fits else None) is None:
+            raise StorageFailed("the slot could not be copied to RAM: raise --cache-ram-mb")
+        return entry
+
+    def erase(self, seq_id: int) -> SlotContent | None:
+        """Forget what a free slot holds, in RAM too, and return it."""
+        content = self.device.get(seq_id)
+        if content is not None:
+            for entry in self.host.covered(content):
+                self.host.drop(entry)
+            self.device.clear(content)
+        return content
+
     def clear(self) -> tuple[int, int]:
-        """Forget what slots and RAM have: so many prefixes, and so many tokens of them."""
+        """Forget what slots and RAM have; returns the number of prefixes and of their tokens."""
         entries = [*self.device.entries, *self.host.entries]
         self.clear_slots()
         for entry in tuple(self.host.entries):
@@ -349,6 +368,4 @@ class PrefixCache:
 
     def count_cached(self, running: Collection[Sequence]) -> int:
         """Cells that free slots keep, beside those of running sequences."""
-        if self._unified:
-            return count_cells([*running, *self.device.entries]) - count_cells(running)
-        return sum(self.device.lengths.values())
+        return self.layout.count([*running, *self.device.entries]) - self.layout.count(running)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from cllm.backend.base import KVState
+from cllm.core.step_cost import TILE
 
 TOKEN_BYTES = array("i").itemsize
 MAX_MATCHES = 64  # that are looked at: thousands may begin with the same system prompt
@@ -36,7 +37,7 @@ class Cut(NamedTuple):
 class CachedPrefix:
     """The KV of exactly `tokens`, in some tier; without a checkpoint it can be cut to `min_length`."""
 
-    __slots__ = ("__weakref__", "checkpoints", "min_length", "tenant", "tokens")
+    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "tenant", "tokens")
 
     def __init__(
         self,
@@ -44,7 +45,10 @@ class CachedPrefix:
         tokens: Sequence[int],
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
+        position: int | None = None,
     ) -> None:
+        """`tenant` is the key of its prompt. Of text, its next position is its length."""
+        self.position = len(tokens) if position is None else position
         self.tenant = tenant
         self.tokens = array("i", tokens)
         self.checkpoints = checkpoints  # shortest first
@@ -83,11 +87,6 @@ class PrefixTier(Generic[Prefix]):
         """Entries whose tokens are all among the first of this one's."""
         index = self._indexes.get(entry.tenant)
         return index.on_path(entry.tokens) if index is not None else []
-
-    def has(self, prefix: CachedPrefix) -> bool:
-        """Whether all of its tokens can be had of some entry."""
-        found = self.matches(prefix.tenant, prefix.tokens, len(prefix.tokens))
-        return any(match.value.longest_cut(match.length).length == match.length for match in found)
 
     def insert(self, entry: Prefix) -> None:
         """Add an entry; there must be none of the same tokens."""
@@ -256,3 +255,44 @@ def _tidy(parent: _Node[Value], node: _Node[Value]) -> None:
         parent.children[child.edge[:TOKEN_BYTES]] = child
     else:
         del parent.children[node.edge[:TOKEN_BYTES]]
+
+
+MAX_CHECKPOINTS = 8  # of a sequence
+SPACING = MAX_CHECKPOINTS * TILE  # tokens without a message boundary
+
+
+def plan_stops(tokens: Sequence[int], begin: int, is_control: Callable[[int], bool]) -> list[int]:
+    """The lengths of a prompt, beyond `begin`, after which a checkpoint is to be made; ascending.
+
+    Chat templates open and close messages with control tokens. The last stop is before the answer's opening,
+    or before the last token of a plain prompt: that one is always computed.
+    """
+    controls = set(filter(is_control, set(tokens)))  # each is a native call
+    boundaries = [place for place in range(begin + 1, len(tokens)) if tokens[place] in controls]
+    end = len(tokens) - 1
+    if boundaries and boundaries[-1] > end - TILE:
+        end = boundaries[-1]
+    if end <= begin:
+        return []
+    stops = [end]
+    for boundary in reversed([begin, *boundaries]):
+        while stops[-1] - boundary > SPACING:
+            stops.append(stops[-1] - SPACING)
+        if stops[-1] - boundary >= TILE and boundary > begin:
+            stops.append(boundary)
+    return thin(stops[::-1], len(tokens))
+
+
+def thin(lengths: list[int], end: int) -> list[int]:
+    """At most `MAX_CHECKPOINTS` of them, close to each other near the end and far apart at the beginning."""
+    left = list(lengths)
+    while len(left) > MAX_CHECKPOINTS:
+        before = [0, *left]
+        gaps = [(left[place + 1] - before[place]) / (end - left[place] + 1) for place in range(len(left) - 1)]
+        del left[gaps.index(min(gaps))]
+    return left
+
+
+def thin_checkpoints(checkpoints: list[Checkpoint], end: int) -> list[Checkpoint]:
+    kept = set(thin([checkpoint.length for checkpoint in checkpoints], end))
+    return [checkpoint for checkpoint in checkpoints if checkpoint.length in kept]

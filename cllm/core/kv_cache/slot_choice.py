@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from itertools import islice
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.slot_moves import SlotMoves
+from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
-from cllm.core.sequence import Sequence, count_cells
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import TILE, RunningMedian, StepCostModel, StepShape
 
@@ -24,12 +25,14 @@ class SlotChoice:
         device: DeviceKVCache,
         transfer: KVTransfer,
         cost: StepCostModel,
+        layout: KVLayout,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._device = device
         self._transfer = transfer
         self._cost = cost
+        self._layout = layout
         self._moves = SlotMoves(runner, pool, device, transfer, self.evict_one)
         self.answer_tokens = RunningMedian(TILE)  # of a request
 
@@ -90,25 +93,16 @@ class SlotChoice:
         self._device.evictions += 1
         return True
 
-    # Unified KV ------------------------------------------------------------------------------------
-
     def make_room(self, needed: int, running: Collection[Sequence], keep: SlotContent | None) -> None:
-        """In unified KV cached cells give way to those that a sequence needs."""
-        limit = self._runner.limits.cells - needed
-        while count_cells([*running, *self._device.entries]) > limit and self.evict_one(keep):
+        """Cached cells give way to those that a sequence needs."""
+        while self._layout.missing(needed, running, self._device.entries) and self.evict_one(keep):
             pass
 
     def tidy(self, running: dict[int, Sequence]) -> None:
         """Before a step: it shall not pay for what free slots hold, nor for gaps between the running ones."""
-        if self._cost.split:
+        if self._layout.splits:
             self._close_gap(running)
-        else:
-            self._shed(running.values())
-
-    def _shed(self, running: Collection[Sequence]) -> None:
-        """In unified KV every row scans the cells of free slots, too: no more of them than are in use."""
-        contents = self._device.entries
-        if contents and running and count_cells([*running, *contents]) > 2 * count_cells(running):
+        elif self._layout.excess(running.values(), self._device.entries):
             self.evict_one()
 
     # Gaps ------------------------------------------------------------------------------------------
@@ -119,7 +113,7 @@ class SlotChoice:
         With split KV every gap costs a ubatch, or padding rows, in each step of the answer. None if the slot
         could not be used any more.
         """
-        if not self._cost.split or not running:
+        if not self._layout.splits or not running:
             return slot
         target = densest(self._pool.free_ids, running)
         saved_s = self._gap_s({*running, slot}, {*running, target}, running) * self._steps_left(sequence)
@@ -171,7 +165,8 @@ class SlotChoice:
     def _steps_left(self, sequence: Sequence) -> float:
         """How long its answer will go on, judging by others, and by how long it is already."""
         written = len(sequence.tokens) - len(sequence.request.prompt)
-        return min(sequence.token_limit - len(sequence.tokens), max(self.answer_tokens.value, written))
+        left = sequence.stopping.token_limit - len(sequence.tokens)
+        return min(left, max(self.answer_tokens.value, written))
 
 
 def count_runs(ids: Iterable[int]) -> int:

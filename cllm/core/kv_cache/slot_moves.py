@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from cllm.backend.base import KVState, ModelRunner
-from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
@@ -72,7 +72,7 @@ class SlotMoves:
         sequence = running[edge]
         if not self.on_device:
             self._move_in_ram(running, edge, hole)
-        elif self._empty(hole) and self._copy(edge, hole, sequence.num_computed):
+        elif self._empty(hole) and self._copy(edge, hole, sequence.position):
             self._change_lease(running, edge, hole)
             self._pool.clear(edge)
 
@@ -98,7 +98,7 @@ class SlotMoves:
         content = self._device.get(source)
         if content is None:
             return True
-        if not self._copy(source, target, len(content.tokens)):
+        if not self._copy(source, target, content.position):
             return False
         self._device.exchange(source, target)
         if not self._pool.clear(source):
@@ -129,12 +129,12 @@ class SlotMoves:
             return
         if content is not None:
             self._device.remove(content)
-        if not self._pool.clear(hole) or not self._restore(hole, state, sequence.num_computed):
+        if not self._pool.clear(hole) or not self._restore(hole, state, sequence.position):
             return
         self._change_lease(running, edge, hole)
         if self._pool.clear(edge) and content is not None and kept is not None:
             content.seq_id = edge
-            if self._restore(edge, kept, len(content.tokens)):
+            if self._restore(edge, kept, content.position):
                 content.min_length = self._runner.min_length(edge)  # a state has less of a sliding window
                 self._device.insert(content)
 
@@ -150,7 +150,7 @@ class SlotMoves:
         self._device.exchange(first, second)
         for content, state in zip(contents, states, strict=True):
             assert state is not None
-            if self._restore(content.seq_id, state, len(content.tokens)):
+            if self._restore(content.seq_id, state, content.position):
                 content.min_length = self._runner.min_length(content.seq_id)
             else:
                 self._device.remove(content)

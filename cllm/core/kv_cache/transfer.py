@@ -6,8 +6,14 @@ import logging
 import time
 
 from cllm.backend.base import KVState, ModelRunner
-from cllm.core.kv_cache.device_cache import SlotContent
-from cllm.core.kv_cache.host_cache import MIN_NEW_SHARE, Entry, HostKVCache, count_bytes, get_entry_size
+from cllm.core.kv_cache.tiers import (
+    MIN_NEW_SHARE,
+    Entry,
+    HostKVCache,
+    SlotContent,
+    count_bytes,
+    get_entry_size,
+)
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import MILLISECOND, TILE
@@ -165,7 +171,7 @@ class KVTransfer:
         """What a slot holds, as an entry that is in no tier. None if it fails."""
         length = len(content.tokens)
         try:
-            if self._runner.next_position(content.seq_id) != length:
+            if self._runner.next_position(content.seq_id) != content.position:
                 return None
             state = self.save(content.seq_id)
         except Exception:
@@ -177,7 +183,7 @@ class KVTransfer:
         # Of a sliding window, the state has only what the next token looks back on.
         cuttable = self.cuttable or length <= self._runner.info.sliding_window
         min_length = 0 if cuttable else length
-        return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length)
+        return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length, content.position)
 
     def save_entry(self, content: SlotContent) -> Entry | None:
         """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""

@@ -1,7 +1,7 @@
-"""Recorded event sequences of streams, and how they are compared.
+"""Recorded answers of every route, and how they are compared.
 
-A case (`cases.py`) is a request to the real server on the scripted fake model, so its answer is the same on
-every machine. Its recording is `recordings/NAME.jsonl`, one event a line, ids and times normalised
-(`normal.py`). To add a case, or after a change that is meant: `python -m tests.e2e.golden.record NAME …`
-(no NAME: all), then read the diff.
+A case (`cases.py`, `groups.py`) is a request to the real server on the scripted fake model, so its answer is
+the same on every machine: status, headers, and the body, whole or as events, with its keys in their order.
+`normal.py` takes out what may differ. The answers of a group are `recordings/GROUP.jsonl`, one a line.
+`python -m tests.e2e.golden.record --diff` shows all that differ now; without `--diff` it records anew.
 """

@@ -1,8 +1,8 @@
-"""Streams in a normal form: what may differ between two runs of one request is taken out, nothing else.
+"""Answers in a normal form: what may differ between two runs of one request is taken out, nothing else.
 
-What may differ: ids (numbered by first appearance), times, cache counters, and where the text is cut. A
-reader that falls behind gets merged pieces, so pieces of one text are joined, text that came with an ending
-stands before it, and the choices of one call stand one after another.
+What may differ: ids (numbered by first appearance), times, versions, cache counters, and where the text of a
+stream is cut. A reader that falls behind gets merged pieces, so pieces of one text are joined, text that came
+with an ending stands before it, and the choices of one call stand one after another.
 """
 
 from __future__ import annotations
@@ -16,17 +16,31 @@ from typing import Any
 Event = dict[str, Any]  # "data", and "event" where it has a name
 
 _ID = re.compile(r"\b([a-z]+)[-_]([0-9a-f]{8,})(-\d+)?\b|\b[0-9a-f]{32}\b")
-_TIMES = frozenset(
-    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second", "seed"}
-    | {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms"}
+_WORDS = (
+    (re.compile(r"(cllm[- ])\d+\.\d+\.\d+\w*"), r"\1<version>"),
+    (re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z"), "<time>"),
+    (re.compile(r"(try again in) \d+ s"), r"\1 <seconds>"),
+    (re.compile(r"(127\.0\.0\.1):\d+"), r"\1:<port>"),
 )
-_COUNTERS = frozenset(
-    {"cached_tokens", "cache_n", "tokens_cached", "prompt_n", "decoded_tokens", "steps", "ubatches", "cells"}
+_NUMBERS = frozenset(
+    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second", "seed"}
+    | {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "last_used", "loaded_at"}
+    | {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration", "time_ms", "save_ms"}
+    | {"restore_ms", "response_time", "tokens_per_second"}
+    | {"snapshot", "leased_total", "released_total", "cleared_cells_total", "n_erased"}
+    | {
+        "cached_tokens",
+        "cache_n",
+        "tokens_cached",
+        "prompt_n",
+        "decoded_tokens",
+        "steps",
+        "ubatches",
+        "cells",
+    }
     # a delta that holds the end of thoughts and the first words counts as one or the other
     | {"cache_read_input_tokens", "reasoning_tokens"}
-    | {"tokens_predicted"}  # so far
 )
-_BESIDES = frozenset({"system_fingerprint", "timings"})
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
     ("choices", 0, "text"),
@@ -39,6 +53,9 @@ _TEXTS = (
     ("delta", "partial_json"),
     ("token",),
     ("content",),
+    ("response",),
+    ("message", "content"),
+    ("message", "thinking"),
 )
 _LISTS = (
     ("choices", 0, "logprobs", "content"),
@@ -46,6 +63,7 @@ _LISTS = (
     ("choices", 0, "logprobs", "token_logprobs"),
     ("choices", 0, "logprobs", "top_logprobs"),
     ("choices", 0, "logprobs", "text_offset"),
+    ("logprobs",),
     ("tokens",),
     ("completion_probabilities",),
 )
@@ -74,8 +92,7 @@ def normal(events: Iterable[Event]) -> list[Event]:
     """The normal form of a stream."""
     numbered = _in_sequence(list(events))
     names: dict[str, str] = {}
-    plain = [_plain(event, names) for event in numbered]
-    apart = [part for event in plain for part in _apart(event)]
+    apart = [part for event in numbered for part in _apart(plain(event, names))]
     joined: list[Event] = []
     for event in sorted_choices(apart):
         if joined and (both := _joined(joined[-1], event)) is not None:
@@ -86,33 +103,34 @@ def normal(events: Iterable[Event]) -> list[Event]:
 
 
 def _in_sequence(events: list[Event]) -> list[Event]:
-    """Sequence numbers must count; then they are dropped, because joining pieces leaves gaps."""
+    """Sequence numbers must count; then they are 0, because joining pieces leaves gaps."""
     events = copy.deepcopy(events)
-    counted = [event["data"].pop("sequence_number") for event in events if "sequence_number" in event["data"]]
-    assert counted == list(range(counted[0], counted[0] + len(counted))) if counted else True
+    numbered = [event["data"] for event in events if "sequence_number" in event["data"]]
+    assert [each["sequence_number"] - index for index, each in enumerate(numbered)] == [0] * len(numbered)
+    for each in numbered:
+        each["sequence_number"] = 0
     return events
 
 
-def _plain(value: Any, names: dict[str, str], key: str = "") -> Any:
-    if key in _TIMES and value is not None:
-        assert isinstance(value, (int, float)), f"{key}: {value!r}"
-        return 0
-    if key in _COUNTERS:
-        assert isinstance(value, int), f"{key}: {value!r}"
-        return 0
-    if key == "cached_from":
-        assert isinstance(value, str), f"{key}: {value!r}"
+def plain(value: Any, names: dict[str, str] | None = None, *, key: str = "", loose: bool = False) -> Any:
+    """The normal form of a value; a `loose` one has no numbers but 0."""
+    names = {} if names is None else names
+    if isinstance(value, int | float) and (loose or key in _NUMBERS) and not isinstance(value, bool):
+        return type(value)(0)
+    if key in ("cached_from", "retry-after"):
         return ""
     if isinstance(value, dict):
-        if "choices" in value:  # of OpenAI's: see test_llama_routes
-            value = {key: item for key, item in value.items() if key not in _BESIDES}
         value = {key: item for key, item in value.items() if not key.startswith("draft_n")}
         if cached := value.get("cache_read_input_tokens"):  # Anthropic's input tokens are those not cached
             value = {**value, "input_tokens": value["input_tokens"] + cached}
-        return {inner: _plain(item, names, inner) for inner, item in value.items()}
+        if value.get("stop") is False and "tokens_predicted" in value:  # so far
+            value = {**value, "tokens_predicted": 0}
+        return {inner: plain(item, names, key=inner, loose=loose) for inner, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item, names) for item in value]
+        return [plain(item, names, loose=loose) for item in value]
     if isinstance(value, str):
+        for pattern, word in _WORDS:
+            value = pattern.sub(word, value)
         return _ID.sub(lambda found: _name(found, names), value)
     return value
 
@@ -131,6 +149,7 @@ def _apart(event: Event) -> list[Event]:
     words, ending = copy.deepcopy(event), copy.deepcopy(event)
     choices = data.get("choices") or [{}]
     if choices[0].get("finish_reason") and (choices[0].get("text") or choices[0].get("delta")):
+        words["data"].pop("timings", None)
         words["data"]["choices"][0]["finish_reason"] = None
         last = ending["data"]["choices"][0]
         last["logprobs"] = None
@@ -149,8 +168,10 @@ def sorted_choices(events: list[Event]) -> list[Event]:
     """The events of one choice together, in their order; those of no choice stay at the end of all."""
 
     def place(event: Event) -> tuple[bool, int]:
-        choices = event["data"].get("choices") if isinstance(event["data"], dict) else None
-        return (False, choices[0]["index"]) if choices else (True, 0)
+        data = event["data"] if isinstance(event["data"], dict) else {}
+        if "id_slot" in data:  # llama-server's
+            return False, data["index"]
+        return (False, data["choices"][0]["index"]) if data.get("choices") else (True, 0)
 
     if not any(place(event) == (False, 1) for event in events):
         return events
@@ -160,7 +181,7 @@ def sorted_choices(events: list[Event]) -> list[Event]:
 def _joined(first: Event, second: Event) -> Event | None:
     """Both as one event, if they are pieces of one text."""
     texts = [path for path in _TEXTS if isinstance(_at(first, path), str)]
-    if not texts or _emptied(first) != _emptied(second):
+    if not texts or json.dumps(_emptied(first)) != json.dumps(_emptied(second)):
         return None
     both = copy.deepcopy(first)
     for path in (*texts, *_LISTS):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama import devices, library
-from cllm.backend.llama.devices import Device
+from cllm.backend.llama import library, placement
 from cllm.backend.llama.library import may_use_gpu
+from cllm.backend.llama.placement import Device
 from cllm.build.gpus import Drivers, Gpu
 from cllm.build.module import Module
 from cllm.config import EngineConfig
@@ -19,9 +19,9 @@ from cllm.config import EngineConfig
 
 @pytest.fixture(autouse=True)
 def _forget_devices() -> Iterator[None]:
-    devices.list_devices.cache_clear()
+    placement.list_devices.cache_clear()
     yield
-    devices.list_devices.cache_clear()
+    placement.list_devices.cache_clear()
 
 
 def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: 
     assert not may_use_gpu()
     (tmp_path / "libggml-cuda.so").touch()
     assert may_use_gpu()
-    assert devices.list_devices() == (), "a library that cannot be loaded has no GPU"
+    assert placement.list_devices() == (), "a library that cannot be loaded has no GPU"
 
 
 def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))  # without modules
     if may_use_gpu():
         pytest.skip("this library has a GPU backend inside")
-    assert devices.list_devices() == ()
+    assert placement.list_devices() == ()
     answers: list[bytes] = []
     run = subprocess.run
 
@@ -48,7 +48,7 @@ def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, 
         return done
 
     monkeypatch.setattr(subprocess, "run", record)
-    assert devices.ask_library() == ()
+    assert placement.ask_library() == ()
     assert answers == [b"[]\n"]
 
 
@@ -56,19 +56,19 @@ def test_a_library_that_dies_of_the_question_has_no_gpu_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = subprocess.CompletedProcess("python", -6, stdout=b"", stderr=b"ggml abort")
-    monkeypatch.setattr(devices, "may_use_gpu", lambda: True)
+    monkeypatch.setattr(placement, "may_use_gpu", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
-    assert devices.list_devices() == devices.list_devices() == ()
+    assert placement.list_devices() == placement.list_devices() == ()
     (line,) = caplog.messages
     assert line.startswith("no GPU is used") and "it was ended by SIGABRT" in line
 
 
 def test_the_devices_are_what_the_library_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = b'[["CUDA0", "NVIDIA H200", 5, 7, false], ["Vulkan0", "Iris", 2, 3, true]]'
-    monkeypatch.setattr(devices, "may_use_gpu", lambda: True)
+    monkeypatch.setattr(placement, "may_use_gpu", lambda: True)
     done = subprocess.CompletedProcess("python", 0, stdout=answer, stderr=b"")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    first, second = devices.list_devices()
+    first, second = placement.list_devices()
     assert first == Device("CUDA0", "NVIDIA H200", 5, 7, False) and second.integrated
 
 
@@ -76,15 +76,15 @@ def test_a_gpu_that_is_not_used_is_offered_a_module(monkeypatch: pytest.MonkeyPa
     gpus = Drivers((Gpu("cuda", "NVIDIA H200", 139 << 30, "90", "driver 580 (CUDA 13.0)"),))
     monkeypatch.setenv("CLLM_LIBRARY", str(tmp_path))
     monkeypatch.setattr(library, "find_modules", list)
-    assert devices.offer_module(gpus) is None, "it is not a library of cllm build"
+    assert placement.offer_module(gpus) is None, "it is not a library of cllm build"
     (tmp_path / "build.json").touch()
-    assert devices.offer_module(Drivers()) is None
-    offer = devices.offer_module(gpus)
+    assert placement.offer_module(Drivers()) is None
+    offer = placement.offer_module(gpus)
     assert offer is not None
     assert offer.startswith("NVIDIA H200 is not used; `cllm build --gpu auto` builds for it (about ")
     module = Module(tmp_path / "libggml-cuda.so", "cuda", frozenset({"90"}))
     monkeypatch.setattr(library, "find_modules", lambda: [module])
-    assert devices.offer_module(gpus) is None
+    assert placement.offer_module(gpus) is None
 
 
 @pytest.mark.parametrize(("gpu", "expected"), [(True, 1), (False, 0)])
@@ -99,7 +99,7 @@ def test_only_a_process_that_computes_loads_the_module(
     for _ in range(2):
         assert library.load(gpu=gpu) is loaded
     assert len(asked) == expected
-    assert devices.wants_gpu(EngineConfig()) and not devices.wants_gpu(EngineConfig(gpu_layers=0))
+    assert placement.wants_gpu(EngineConfig()) and not placement.wants_gpu(EngineConfig(gpu_layers=0))
 
 
 def test_no_driver_is_asked_where_no_module_was_built(
@@ -135,8 +135,8 @@ def test_a_driver_that_does_not_start_is_said_and_the_next_one_is_asked(
     answers = {"cuda": Drivers(problems=("the NVIDIA driver does not start",)), "vulkan": Drivers((radeon,))}
     monkeypatch.setattr(library, "ask_drivers", answers.__getitem__)
     monkeypatch.setattr(library, "find_modules", lambda: modules)
-    monkeypatch.setattr(devices, "_read_devices", lambda: [library.find_module(tmp_path)])
-    assert devices.main() == 1
+    monkeypatch.setattr(placement, "_read_devices", lambda: [library.find_module(tmp_path)])
+    assert placement.main() == 1
     assert capsys.readouterr().err == "the NVIDIA driver does not start\n", "the parent warns with it"
     modules.append(vulkan)
     assert library.find_module(tmp_path) == vulkan.path

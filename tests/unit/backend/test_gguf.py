@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.errors import ModelFileError
@@ -50,19 +47,6 @@ def test_what_is_wrong_is_said(good: Path, tmp_path: Path) -> None:
     assert "truncated" in refusal(path)
     path.write_bytes(data[:200])
     assert "truncated" in refusal(path)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(4, 3000), value=st.binary(min_size=1, max_size=8), cut=st.integers(0, 5000))
-def test_no_damage_raises_anything_else(
-    good: Path, tmp_path: Path, place: int, value: bytes, cut: int
-) -> None:
-    data = bytearray(good.read_bytes())
-    data[place : place + len(value)] = value
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(data[: len(data) - cut])
-    with contextlib.suppress(ModelFileError):
-        GgufHeader(path)
 
 
 # Tensor types -----------------------------------------------------------------------------------------

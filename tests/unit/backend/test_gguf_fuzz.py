@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.devices import Device
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.placement import Device, Placer
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
 from tests.profiles import examples
@@ -39,8 +38,7 @@ def read(path: Path, data: bytes) -> GgufHeader | None:
     try:
         header = GgufHeader(path)
         assert header.context_train >= 0 and header.vocabulary >= 0
-        for devices in ((), CARDS):
-            MemoryFit(header, EngineConfig(model=str(path)), devices)
+        Placer(header, EngineConfig(model=str(path)), CARDS)
         return header
     except ModelFileError as error:
         assert "\n" not in str(error)

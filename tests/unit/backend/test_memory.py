@@ -9,10 +9,12 @@ from typing import NamedTuple
 import pytest
 
 from cllm.backend.llama import memory
+from cllm.backend.llama.dry_load import DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
-from cllm.errors import NotEnoughMemory
+from cllm.errors import ConfigError, NotEnoughMemory
+from tests.tiny_architectures import make_rollback_hybrid
 from tests.tiny_models import make_dense
 
 MIB = 1 << 20
@@ -68,6 +70,22 @@ def test_what_makes_buffers_larger_is_in_the_sum(good: Path) -> None:
     assert fit_of(good, embed_tokens=4000).embedding > fit_of(good, embed_tokens=100).embedding
 
 
+def test_values_below_16_bits_need_flash_attention(good: Path) -> None:
+    model, header = str(good), GgufHeader(good)
+    with pytest.raises(ConfigError, match="flash attention"):
+        prepare(EngineConfig(model=model, cache_type_v="q8_0", flash_attention=False))
+    full = MemoryFit(header, EngineConfig(model=model)).kv
+    assert MemoryFit(header, EngineConfig(cache_type_k="f32", cache_type_v="f32")).kv == 2 * full
+    assert MemoryFit(header, EngineConfig(cache_type_k="q8_0", cache_type_v="q8_0")).kv == full * 34 // 64
+
+
+def test_each_draft_rollback_takes_one_more_state_a_slot(tmp_path: Path) -> None:
+    header = GgufHeader(make_rollback_hybrid(tmp_path / "m.gguf"))
+    fits = [MemoryFit(header, EngineConfig(parallel=5, draft_rollback=count)) for count in (0, 1, 8)]
+    none, one, eight = (fit.kv for fit in fits)
+    assert eight - none == 8 * (one - none) > 0
+
+
 def test_slots_beyond_the_requests_have_cells_of_their_own(good: Path) -> None:
     plain = fit_of(good, parallel=4, ctx_size=8192)
     more = fit_of(good, parallel=4, ctx_size=8192, slots=12)
@@ -90,9 +108,17 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dense(tmp_path_factory.mktemp("long") / "long.gguf", context=131072)
 
 
+class OnlyKV(DryLoad):
+    def measure(self, config: EngineConfig) -> dict[str, Sizes]:
+        return {name: sizes._replace(compute=0) for name, sizes in super().measure(config).items()}
+
+
 def choose(model: Path, monkeypatch: pytest.MonkeyPatch, left: float, **settings: object) -> Chosen:
     """The context chosen where a model leaves memory for twice so many tokens of KV."""
-    monkeypatch.setattr(MemoryFit, "_compute", lambda *_: 0)
+    monkeypatch.setattr(memory, "DryLoad", OnlyKV)
+    monkeypatch.setattr(memory, "used_outputs", lambda *_: 0)
+    for name in ("RUNTIME", "VOCABULARY_BYTES"):
+        monkeypatch.setattr(memory, name, 0)
     fixed = fit_of(model, parallel=1, ctx_size=256)
     with_available(monkeypatch, fixed.model + int(2 * left) * fixed.kv // 256)
     fit = fit_of(model, **settings)

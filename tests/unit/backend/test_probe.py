@@ -10,10 +10,19 @@ import msgspec
 import pytest
 
 from cllm.backend.llama import probe
-from cllm.backend.llama.devices import Device, wants_gpu
-from cllm.backend.llama.probe import ProbeResult, find_ready, find_working, settings_to_try
+from cllm.backend.llama.placement import Device, wants_gpu
+from cllm.backend.llama.probe import (
+    ProbeResult,
+    find_ready,
+    find_working,
+    loaded_variant,
+    settings_to_try,
+    unused_features,
+)
 from cllm.config import EngineConfig
-from cllm.errors import ConfigError, ModelFileError
+from cllm.errors import ConfigError, LibraryError, ModelFileError
+
+NEOVERSE = "CPU : NEON = 1 | ARM_FMA = 1 | FP16_VA = 1 | DOTPROD = 1 | LLAMAFILE = 1 | REPACK = 1 | "
 
 
 class Machine:
@@ -177,3 +186,38 @@ def test_without_the_gpu_the_settings_are_prepared_for_the_hosts_memory(
     monkeypatch.setattr(probe, "run_probe", lambda _: ProbeResult(True))
     big = msgspec.structs.replace(config, threads=2)
     assert find_ready(big, lambda _: None) == msgspec.structs.replace(big, ctx_size=1_000_000)
+
+
+def test_a_gpu_on_which_a_dry_load_dies_is_left_out(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prepare(asked: EngineConfig) -> EngineConfig:
+        if wants_gpu(asked):
+            raise LibraryError("llama.cpp cannot sum up the memory of the model: it was ended by SIGABRT")
+        return asked
+
+    monkeypatch.setattr(probe, "prepare", prepare)
+    monkeypatch.setattr(probe, "run_probe", lambda _: ProbeResult(True))
+    install_gpu(monkeypatch, H200)
+    assert (
+        not wants_gpu(find_ready(config, lambda _: None))
+        and "SIGABRT; serving without the GPU" in caplog.text
+    )
+    install_gpu(monkeypatch)
+    with pytest.raises(LibraryError, match="SIGABRT"):
+        find_ready(config, lambda _: None)
+
+
+def test_the_variant_is_the_one_that_is_mapped(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    assert loaded_variant(maps) is None
+    maps.write_text("ffff r-xp 0 fe:00 1   /a/libggml-base.so\nffff r-xp 0 fe:00 1   /a/libggml-cpu.so\n")
+    assert loaded_variant(maps) is None
+    maps.write_text("ffff r-xp 0 fe:00 1   /a/libggml-cpu-armv8.2_2.so\nffff r-xp 0 fe:00 1   /a/x.so\n")
+    assert loaded_variant(maps) == "armv8.2_2"
+
+
+def test_what_has_kernels_and_was_not_compiled_in_is_unused() -> None:
+    assert unused_features({"asimd", "asimddp", "asimdhp", "crc32"}, NEOVERSE) == []
+    assert unused_features({"asimddp", "asimdhp", "i8mm", "sve", "bf16"}, NEOVERSE) == ["i8mm", "sve"]
+    assert unused_features({"avx", "avx2"}, "CPU : SSE3 = 1 | AVX = 1 | ") == ["avx2"]

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama.threads import CpuTimes, ThreadGovernor, core_quota, default_threads, read_cpu_times
+from cllm.backend.llama.threads import (
+    CpuTimes,
+    ThreadGovernor,
+    core_quota,
+    default_threads,
+    read_cpu_times,
+    usable_cores,
+)
 
 
 class Machine:
@@ -100,9 +107,10 @@ def test_without_an_account_of_the_system_nothing_changes() -> None:
 
 
 def test_the_systems_account_is_read() -> None:
-    times = read_cpu_times()
-    if times is not None:  # a control group with a quota has none of its own
-        later = read_cpu_times()
+    cores = usable_cores() or frozenset()
+    times = read_cpu_times(cores)
+    if times is not None:  # some systems have none
+        later = read_cpu_times(cores)
         assert later is not None and later.now >= times.now and later.busy >= times.busy >= 0
     assert default_threads() >= 1
 
@@ -112,4 +120,5 @@ def test_a_quota_is_read_and_nonsense_is_none(tmp_path: Path) -> None:
     for text, quota in (("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)):
         (tmp_path / "cpu.max").write_text(text)
         assert core_quota(tmp_path) == quota
-    assert read_cpu_times(tmp_path / "stat") is None
+    assert read_cpu_times(frozenset({0}), tmp_path / "stat") is None
+    assert read_cpu_times(frozenset()) is None

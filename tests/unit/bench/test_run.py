@@ -1,4 +1,4 @@
-"""The measuring instruments measure: framing, the log audit, drift, medians."""
+"""The measuring instruments measure: framing, medians, step times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from bench.load import generate_load
 from bench.report import Spread, Table
 from bench.wire import Address, CllmApi
 from bench.workloads import BenchRequest, single_requests
-from tests.soak.seeds import Drift, drift_ratio, raw_ratio
 
 TOKENS = 10
 PLAN = single_requests("w", [BenchRequest("p", TOKENS)])
@@ -88,19 +87,6 @@ def test_what_went_wrong_is_an_error_and_not_a_figure(raw: bytes, words: str) ->
     assert len(load.errors) == 1 and words in load.errors[0]
 
 
-def test_drift_divides_the_machines_own_pace_out() -> None:
-    steady = Drift(tuple([1.0] * 50 + [2.0] * 50), tuple([0.1] * 50 + [0.2] * 50))
-    assert drift_ratio([steady]) == pytest.approx(1.0) and raw_ratio([steady]) == pytest.approx(2.0)
-    slower = Drift(tuple(1 + number / 100 for number in range(100)), tuple([0.1] * 100))
-    assert drift_ratio([slower]) > 1.5
-
-
-def test_short_series_are_pooled() -> None:
-    hiccup = Drift((1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0), (1.0,) * 7)
-    fine = Drift((1.0,) * 7, (1.0,) * 7)
-    assert drift_ratio([hiccup, fine, fine]) == 1.0
-
-
 def test_medians_carry_their_spread() -> None:
     assert Spread.of([1, 9, 2]).show(0) == "2 (1–9)"
     assert Table(("a", "b"), [("1", "x|y")]).markdown().count("\n") == 2
@@ -114,7 +100,7 @@ cllm_step_seconds_total 2.0
 cllm_step_compute_seconds_total 1.5
 cllm_step_sample_seconds_total 0.1
 """
-TRANSFERS = "cllm_kv_move_seconds_total 0.3\n"
+TRANSFERS = "cllm_kv_transfer_seconds_total 0.3\n"
 
 
 def test_kv_transfers_are_no_part_of_pythons_share() -> None:

@@ -26,13 +26,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def finished(cache: Path, name: str, age_s: float = 0, **differing: object) -> Path:
     """A folder as a finished build leaves it."""
     info = {
-        "version": build.BINDINGS_VERSION,
+        "version": toolchain.BINDINGS_VERSION,
         "machine": machine(),
         "cpu_features": list(features()),
         "recipe": revision(),
         **differing,
     }
-    folder = cache / "native" / f"{build.BINDINGS_VERSION}-{name}"
+    folder = cache / "native" / f"{toolchain.BINDINGS_VERSION}-{name}"
     folder.mkdir(parents=True)
     file = folder / "build.json"
     file.write_text(json.dumps(info))
@@ -50,8 +50,8 @@ def test_the_newest_suitable_build_is_taken(cache: Path) -> None:
     finished(cache, "other-cpu", cpu_features=["quantum"])
     finished(cache, "other-options", recipe="something else")
     finished(cache, "other-version", version="0.0.1")
-    (cache / "native" / f"{build.BINDINGS_VERSION}-broken").mkdir()
-    (cache / "native" / f"{build.BINDINGS_VERSION}-broken" / "build.json").write_text("{")
+    (cache / "native" / f"{toolchain.BINDINGS_VERSION}-broken").mkdir()
+    (cache / "native" / f"{toolchain.BINDINGS_VERSION}-broken" / "build.json").write_text("{")
     assert build.find_built() == newest
 
 
@@ -221,5 +221,5 @@ def test_progress_is_that_of_the_whole_build(tmp_path: Path, capsys: pytest.Capt
     build._run_ninja([str(script)])
     assert capsys.readouterr().err.splitlines() == ["100 %  40/40  Linking x"]
     script.write_text("#!/bin/sh\necho 'x.cu: error: no'\nexit 1\n")
-    with pytest.raises(build.BuildError, match=r"Ninja ended with code 1:\nx.cu: error: no"):
+    with pytest.raises(toolchain.BuildError, match=r"Ninja ended with code 1:\nx.cu: error: no"):
         build._run_ninja([str(script)])

@@ -19,7 +19,7 @@ RADEON = ("AMD Radeon", 2, 16 << 30)
 
 
 class Cuda:
-    """libcuda with so many H200; `code` is what cuInit returns."""
+    """libcuda with `count` H200; `code` is what cuInit returns."""
 
     def __init__(self, count: int = 1, code: int = 0) -> None:
         self.count, self.code = count, code
@@ -46,7 +46,7 @@ class Cuda:
         memory._obj.value = 139 << 30
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
-        value._obj.value = {75: 9, 76: device.value}[attribute]
+        value._obj.value = {75: 9, 76: device}[attribute]
 
 
 class Vulkan:
@@ -56,7 +56,7 @@ class Vulkan:
         self.devices, self.code = devices, code
 
     def vkCreateInstance(self, info: Any, allocator: None, instance: Any) -> int:
-        assert info._obj.type == 1
+        assert info._obj[0] == 1, "the type, in the lower half"
         return self.code
 
     def vkDestroyInstance(self, instance: Any, allocator: None) -> None:

@@ -1,25 +1,23 @@
-"""Chat sessions through `LLM` and `AsyncLLM`, on a runner that answers by script."""
+"""Chat sessions through `LLM` and `AsyncLLM`, on a runner that answers by script; what a prompt decides."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
 
-from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ChatReply, ToolCall
-from cllm.chat.session import ChatPlan, _get_chat_format_blocking
 from cllm.config import EngineConfig
-from cllm.errors import BadBatch, EngineDied, InvalidRequest
+from cllm.errors import BadBatch, InvalidRequest
 from cllm.llm import LLM, AsyncLLM
-from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
-from cllm.text.chat_format import GENERIC, ChatFormat
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks, Request
-from cllm.workers.messages import TokenizeChat, Tokens
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
+from cllm.text.chat_format import ChatFormat, Tool
+from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks
+from tests.driver.thread_engine import make_llm
 from tests.unit.text.formats import FORMATS
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -37,7 +35,7 @@ def ask(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(make_runner=make_runner) as opened:
+    with make_llm(LLM, make_runner) as opened:
         yield opened
 
 
@@ -85,7 +83,7 @@ def test_a_failing_request_raises_its_error(llm: LLM) -> None:
 
 def test_async_chats_are_the_same() -> None:
     async def use() -> None:
-        async with AsyncLLM(make_runner=make_runner) as model:
+        async with make_llm(AsyncLLM, make_runner) as model:
             check_parts(await model.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
             chunks = [chunk async for chunk in model.chat(ask(SCRIPT), n=2, max_tokens=400, stream=True)]
             assert chunks[-1].reply is not None and len(chunks[-1].reply.choices) == 2
@@ -139,30 +137,50 @@ def test_an_object_that_is_no_call_is_text(llm: LLM) -> None:
     assert reply.tool_calls == () and "other" in reply.text
 
 
-def plan(chat_format: ChatFormat, constraint: ConstraintSpec, **fields: Any) -> ChatPlan:
-    conversation = Conversation(messages=({"role": "user", "content": "?"},), **fields)
-    request = Request(id="1", prompt=(), max_tokens=9, constraint=constraint)
-    return ChatPlan(conversation, chat_format, request, TokenizeChat(conversation.for_template()), None)
+class KnownFormat(PromptBuilder):
+    """A builder whose template writes in a given format, and whose prompt is inside the reasoning or not."""
+
+    def __init__(self, known: ChatFormat, *, thinking: bool = False) -> None:
+        super().__init__(FakeVocabulary(), None)
+        self._known, self._thinking = known, thinking
+
+    def describe(self, *, tools: bool) -> ChatFormat:
+        return self._known
+
+    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[list[int], bool]:
+        return [], self._thinking
+
+
+def place(known: ChatFormat, form: ConstraintSpec | None, *, thinking: bool, **fields: Any) -> PreparedPrompt:
+    chat = Chat(({"role": "user", "content": "?"},), **fields)
+    return KnownFormat(known, thinking=thinking).prepare(chat, form, 0, lambda _: None)
+
+
+SCHEMA = ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")
 
 
 def test_a_constraint_waits_for_the_end_of_the_reasoning() -> None:
-    schema = ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")
-    inside, outside = Tokens((), thinking=True), Tokens(())
-    made = plan(FORMATS["hermes"], schema)
-    for prompt, triggers in ((inside, ("</think>",)), (outside, ())):
-        constraint = made.make_request(prompt).constraint
+    for thinking, triggers in ((True, ("</think>",)), (False, ())):
+        constraint = place(FORMATS["hermes"], SCHEMA, thinking=thinking).constraint
         assert constraint is not None and constraint.triggers == triggers
-    channels = plan(FORMATS["harmony"], schema).make_request(outside).constraint
+    channels = place(FORMATS["harmony"], SCHEMA, thinking=False).constraint
     assert channels is not None and "<|channel|>final<|message|>" in channels.triggers
 
 
-def test_a_budget_of_reasoning_has_the_markers_of_the_format() -> None:
+def test_a_reasoning_limit_has_the_markers_of_the_format() -> None:
     known = msgspec.structs.replace(FORMATS["hermes"], opening_ids=(1, 2), closing_ids=(3,))
-    schema = ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")
-    limit = plan(known, schema, reasoning_budget=7).make_request(Tokens((), thinking=True)).reasoning
+    limit = place(known, SCHEMA, thinking=True, reasoning_budget=7).reasoning
     assert limit is not None
     assert (limit.budget, limit.opening, limit.closing, limit.inside) == (7, (1, 2), (3,), True)
-    assert plan(known, schema).make_request(Tokens(())).reasoning is None
+    assert place(known, SCHEMA, thinking=False, reasoning_budget=7).reasoning is None, "no reasoning"
+    assert place(known, SCHEMA, thinking=True).reasoning is None
+
+
+def test_calls_that_are_not_forced_begin_outside_the_reasoning() -> None:
+    for thinking in (False, True):
+        constraint = place(FORMATS["coder"], None, thinking=thinking, tools=(Tool("add"),)).constraint
+        assert constraint is not None and constraint.triggers == ("<tool_call>",)
+        assert constraint.reasoning == ReasoningMarks(("<think>",), ("</think>",), thinking)
 
 
 def test_tools_that_make_no_grammar_can_be_called_where_none_is_forced(llm: LLM) -> None:
@@ -172,31 +190,3 @@ def test_tools_that_make_no_grammar_can_be_called_where_none_is_forced(llm: LLM)
     assert [call.name for call in reply.tool_calls] == ["add"]
     with pytest.raises(InvalidRequest):
         llm.chat(ask(CALL), tools=[tool], tool_choice="required")
-
-
-def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
-    class Dying:
-        asked = 0
-
-        def submit(self, task: Any, tenant: str = "") -> Future[Any]:
-            self.asked += 1
-            future: Future[Any] = Future()
-            future.set_exception(EngineDied("the tokenizer died"))
-            return future
-
-    class Engine:
-        chat_formats: ClassVar[dict[bool, ChatFormat]] = {}
-        tokenizer = Dying()
-
-    engine: Any = Engine()
-    for _ in range(2):
-        assert _get_chat_format_blocking(engine, tools=True) == GENERIC
-    assert engine.tokenizer.asked == 1, "asked once"
-
-
-def test_calls_that_are_not_forced_begin_outside_the_reasoning() -> None:
-    spec = ConstraintSpec(ConstraintKind.TOOLS, "start: first", ("<tool_call>",))
-    for thinking in (False, True):
-        constraint = plan(FORMATS["coder"], spec).make_request(Tokens((), thinking=thinking)).constraint
-        assert constraint is not None and constraint.triggers == spec.triggers
-        assert constraint.reasoning == ReasoningMarks(("<think>",), ("</think>",), thinking)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cllm.cli.cluster import make_settings, make_start, make_token
+from cllm.cli.cluster import make_settings, make_start, make_token, prepare_replica
 from cllm.cli.main import app
 from cllm.cli.serve import prepare_gateway
 from cllm.cluster.directory import TOKEN_FILE, split_address, use_token
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ServerUnreachable
+from cllm.models.store import embedded_model
 from tests.driver.server import ROOT
 
 CHECK = """
@@ -83,6 +84,11 @@ def test_ray_gets_its_arguments() -> None:
 
 
 def test_settings_of_the_embedded_model_name_it_and_its_digest() -> None:
-    settings = make_settings(EngineConfig(threads=2), frozenset(), 5.0)
+    settings = make_settings(EngineConfig(threads=2), 5.0)
     assert settings.name.startswith("SmolLM2")
-    assert settings.engine.model == "" and len(settings.digest) == 32 and "threads" in settings.given
+    assert settings.engine.model == "" and len(settings.digest) == 32
+
+
+def test_a_replica_resolves_its_model() -> None:
+    settings = make_settings(EngineConfig(threads=1, parallel=1, ctx_size=512, gpu_layers=0), 5.0)
+    assert prepare_replica(settings).model == str(embedded_model())

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import main, serve
-from cllm.cli.llama_flags import FLAGS
-from cllm.cli.llama_server import Translation
-from cllm.config import Config
+from cllm.cli.llama_server import FLAGS, Translation
+from cllm.config import DEFAULT_CACHE_DISK_MB, Config
 from cllm.errors import ConfigError
 from cllm.server.app import read_defaults
 
@@ -122,7 +121,7 @@ REQUESTS: dict[str, Any] = {
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that would have been served."""
     found: list[Config] = []
-    monkeypatch.setattr(serve, "run", lambda config, given, more: found.append(config))
+    monkeypatch.setattr(serve, "run", lambda config, more: found.append(config))
     return found
 
 
@@ -154,7 +153,15 @@ def test_fields_of_requests(served: list[Config], words: str) -> None:
 def test_every_argument_that_has_a_meaning_is_tested() -> None:
     tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
-    elsewhere = {"!context", "!unified", "!key_file", "!save_path", "!grammar_file", "!schema_file", "!sleep"}
+    elsewhere = {
+        "!context",
+        "!unified",
+        "!key_file",
+        "!save_path",
+        "!grammar_file",
+        "!schema_file",
+        "+sleep_idle_s",
+    }
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
 
 
@@ -221,7 +228,10 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
     grammar.write_text('root ::= "a"')
     schema.write_text('{"type": "array"}')
     server = run(served, f"--api-key zero --api-key-file {keys} --slot-save-path {tmp_path}")[0]
-    assert server.server.api_key == "zero,one,two" and server.engine.state_dir == str(tmp_path)
+    assert server.server.api_key == "zero,one,two"
+    assert (server.engine.cache_dir, server.engine.cache_disk_mb) == (str(tmp_path), DEFAULT_CACHE_DISK_MB)
+    given = run(served, f"--slot-save-path {tmp_path}", CLLM_CACHE_DISK_MB="7")[0]
+    assert given.engine.cache_disk_mb == 7, "what is set stays in force"
     for word, field, value in (
         ("--grammar-file", "grammar", 'root ::= "a"'),
         ("-jf", "json_schema", {"type": "array"}),

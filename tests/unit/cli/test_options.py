@@ -1,4 +1,4 @@
-"""Options made from the configuration: help, and settings by their old names."""
+"""Options made from the configuration: help, variables, the TOML file, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cllm import deprecated
 from cllm.cli import main, serve
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import SetupError
@@ -31,8 +30,7 @@ def flags(*structs: type[EngineConfig | ServerConfig]) -> set[str]:
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that `cllm serve` would have served."""
     found: list[Config] = []
-    monkeypatch.setattr(serve, "run", lambda config, given, more: found.append(config))
-    monkeypatch.setattr(deprecated, "_warned", set())
+    monkeypatch.setattr(serve, "run", lambda config, more: found.append(config))
     return found
 
 
@@ -43,60 +41,35 @@ def test_help_is_grouped_and_fits_the_terminal() -> None:
     for group in ("Model", "Context", "Cache", "Speculation", "Server", "Security"):
         assert f"─ {group} ─" in text
     assert "--cache-ram-mb" in text and "--poll" not in text and "--help-all" in text
+    for default in ("[127.0.0.1]", "[18081]", "[1024]", "[512]", "[30.0]", "[info]", "CLLM_PORT"):
+        assert default in text
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_help_all_shows_every_flag_whole(columns: int) -> None:
     words = set(help_text("serve", "--help-all", columns=columns).split())
     assert flags(EngineConfig, ServerConfig) <= words
-    assert {"--no-tune", "--no-share-prefixes-across-tenants"} <= words
+    assert {"--no-flash-attention", "--no-share-prefixes-across-tenants"} <= words
 
 
 def test_no_flag_is_cut_in_help() -> None:
     cut = [
         word
-        for command in (("serve", "--help"), ("tune", "--help"), ("tune", "--help-all"))
-        for word in help_text(*command).split()
+        for command in (("serve",), ("cluster", "deploy"))
+        for option in ("--help", "--help-all")
+        for word in help_text(*command, option).split()
         if word.startswith("--") and word.endswith("…")
     ]
     assert not cut
 
 
-def test_old_names_are_not_shown() -> None:
-    text = help_text("serve", "--help-all")
-    for old in deprecated.FLAGS:
-        assert old.replace("_", "-") not in text
-
-
-@pytest.mark.parametrize("how", ["flag", "flag=", "variable", "file"])
-def test_a_setting_by_its_old_name(settings: list[Config], tmp_path: Path, how: str) -> None:
-    file = tmp_path / "cllm.toml"
-    file.write_text("[engine]\npark-mb = 77\n")
-    arguments = {
-        "flag": ["--park-mb", "77"],
-        "flag=": ["--park-mb=77"],
-        "variable": [],
-        "file": ["--config", str(file)],
-    }[how]
-    variables = {"CLLM_PARK_MB": "77"} if how == "variable" else {}
-    result = CliRunner().invoke(main.app, ["serve", *arguments], env=variables)
-    assert result.exit_code == 0, result.output
-    assert settings[0].engine.swap_space_mb == 77
-    lines = [line for line in result.output.splitlines() if "deprecated" in line]
-    assert len(lines) == 1 and "park_mb" in lines[0] and "swap_space_mb" in lines[0]
-
-
-def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
-    file = tmp_path / "cllm.toml"
-    file.write_text("park_mb = 1\nswap_space_mb = 2\n")
-    CliRunner().invoke(main.app, ["serve", "--config", str(file)])
-    CliRunner().invoke(main.app, ["serve", "--swap-space-mb", "3"], env={"CLLM_PARK_MB": "4"})
-    assert [config.engine.swap_space_mb for config in settings] == [2, 3]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--parallel", "256"], "configuration: parallel is 256: expected `int` <= 255"),
+        (["--threads", "x"], "--threads"),
+        (["--wibble"], "--wibble"),
+        (["--log-level", "loud"], "configuration: log_level is 'loud': expected `str` matching"),
         (["--parallel", "-1"], "configuration: parallel is -1: expected `int` >= 0"),
         (["--cache-type-k", "nope"], "configuration: cache_type_k is 'nope': expected `str` matching"),
         (["--max-timeout-s", "nan"], "configuration: max_timeout_s is nan: expected a finite number"),
@@ -113,6 +86,16 @@ def test_a_wrong_setting_is_one_line_that_names_it(
 ) -> None:
     result = CliRunner().invoke(main.app, ["serve", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2 and message in result.output and not settings
+    assert "Traceback" not in result.output
+
+
+def test_command_line_wins_over_variable_and_file(settings: list[Config], tmp_path: Path) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text("[engine]\npoll = 70\nbatch-tokens = 333\nslots = 9\n")
+    arguments = ["serve", "--config", str(file), "--slots", "7"]
+    CliRunner().invoke(main.app, arguments, env={"CLLM_BATCH_TOKENS": "444", "CLLM_SLOTS": "8"})
+    engine = settings[0].engine
+    assert (engine.poll, engine.batch_tokens, engine.slots) == (70, 444, 7)
 
 
 def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -> None:
@@ -126,15 +109,24 @@ def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "line", ["target_itl_ms = inf", "max_timeout_s = nan", "drain_s = inf", "paralel = 2"]
+    ("line", "message"),
+    [
+        ("target_itl_ms = inf", "target_itl_ms is inf: expected a finite number"),
+        ("max_timeout_s = nan", "max_timeout_s is nan: expected a finite number"),
+        ("drain_s = inf", "drain_s is inf: expected a finite number"),
+        ("parallel = ", "Invalid value"),
+        ("parallel = 1000", "configuration: parallel is 1000: expected `int` <= 255"),
+        ("paralel = 2", "unknown setting 'paralel' (did you mean 'parallel'?)"),
+    ],
 )
-def test_a_wrong_line_of_the_file_is_named(settings: list[Config], tmp_path: Path, line: str) -> None:
+def test_a_wrong_line_of_the_file_is_named(
+    settings: list[Config], tmp_path: Path, line: str, message: str
+) -> None:
     file = tmp_path / "cllm.toml"
     file.write_text(line + "\n")
     result = CliRunner().invoke(main.app, ["serve", "--config", str(file)], env={"COLUMNS": "300"})
     assert result.exit_code == 2 and not settings
-    wanted = "did you mean 'parallel'" if "paralel" in line else "expected a finite number"
-    assert wanted in result.output and line.split()[0] in result.output
+    assert message in result.output
 
 
 @pytest.mark.parametrize(
@@ -157,20 +149,7 @@ def test_with_keys_prompts_go_to_disk_only_when_asked_for(
         sizes.append(asked.cache_disk_mb)
         raise SetupError("that is enough")
 
-    monkeypatch.setattr(serve, "Preparation", prepare)
+    monkeypatch.setattr(serve, "PrepareTask", prepare)
     CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments], env={"CLLM_CACHE_DISK_MB": None})
     assert sizes == [size]
     assert EngineConfig().cache_disk_mb is None, "off in the Python API"
-
-
-def test_renamed_settings_of_a_call() -> None:
-    assert deprecated.renamed({"park_mb": 5, "parallel": 2}) == {"swap_space_mb": 5, "parallel": 2}
-
-
-def test_the_benchmark_is_hidden_and_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert "bench" not in help_text("--help").split()
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "site" / "cllm" / "cli" / "main.py"))
-    result = CliRunner().invoke(main.app, ["bench", "--quick"])
-    assert result.exit_code == 2 and "make bench" in result.output

@@ -8,7 +8,7 @@ import pytest
 
 from cllm.cluster import link as link_module
 from cllm.cluster.link import Draining, FromReplica, Link, ToReplica
-from cllm.workers.messages import Cancel
+from cllm.messages import Cancel
 
 KEY = b"k" * 32
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.cluster.placer import Placement, Placer, ReplicaReport, ReplicaSpeed
+from cllm.cluster.placer import (
+    BLOCK_TOKENS,
+    BlockIndex,
+    ReplicaChoice,
+    ReplicaPlacer,
+    ReplicaReport,
+    ReplicaSpeed,
+    hash_blocks,
+)
 from cllm.errors import EngineNotReady
 
 BLOCK = 64
@@ -18,8 +26,8 @@ def report(token_s: float = 0.001, **fields: object) -> ReplicaReport:
     return ReplicaReport(speed=speeds, **{"requests": {}, "blocks": (), **fields})  # type: ignore[arg-type]
 
 
-def make_placer(*reports: ReplicaReport) -> Placer:
-    placer = Placer(BLOCK)
+def make_placer(*reports: ReplicaReport) -> ReplicaPlacer:
+    placer = ReplicaPlacer(BLOCK)
     for number, each in enumerate(reports):
         placer.report(number, each)
     return placer
@@ -65,7 +73,7 @@ def test_restoring_a_prefix_takes_time_too() -> None:
 
 
 def test_of_equals_the_one_with_more_free_cells() -> None:
-    placer = make_placer(report(free_cells=10), report(free_cells=20), report(free_cells=15))
+    placer = make_placer(report(cells=10), report(cells=30, cells_used=10), report(cells=15))
     assert placer.place("a", 100, ()).replica == 1
 
 
@@ -87,15 +95,15 @@ def test_a_report_replaces_what_was_known_but_for_what_is_on_its_way() -> None:
     assert known[0].requests == {} and placer.index.find((1,)) == {}
 
 
-def test_a_replica_that_goes_gives_back_what_it_had() -> None:
+def test_a_replica_that_has_gone_is_not_chosen() -> None:
     placer = make_placer(report(blocks=(1,)), report(0.01))
     placed = placer.place("a", 100, (1,))
-    assert placer.remove(0) == [placed]
+    placer.remove(0)
     assert placer.place("a", 110, (1,)).replica == 1
     placer.remove(1)
     with pytest.raises(EngineNotReady):
         placer.place("b", 10, ())
-    assert placer.remove(7) == []
+    placer.remove(7)
     placer.first_token(placed)
     placer.ended(placed)
 
@@ -111,7 +119,7 @@ steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1,
 @given(steps=steps)
 def test_its_sums_are_those_of_the_requests(steps: list[tuple[int, int, int]]) -> None:
     placer = make_placer(report(), report(), report())
-    open_: dict[str, Placement] = {}
+    open_: dict[str, ReplicaChoice] = {}
     for number, (action, which, tokens) in enumerate(steps):
         names = list(open_)
         if action == 0 or not names:
@@ -127,3 +135,57 @@ def test_its_sums_are_those_of_the_requests(steps: list[tuple[int, int, int]]) -
         for replica, known in placer._replicas.items():
             assert known.pending == sum(known.requests.values()) >= 0
             assert known.placed == {name: each for name, each in open_.items() if each.replica == replica}
+
+
+# Blocks --------------------------------------------------------------------------------------------
+
+TOKENS = tuple(range(1000))
+
+
+def test_only_whole_blocks_before_the_last_token_count() -> None:
+    assert hash_blocks(TOKENS[:BLOCK_TOKENS]) == ()
+    assert len(hash_blocks(TOKENS[: BLOCK_TOKENS + 1])) == 1
+    assert len(hash_blocks(TOKENS[: 3 * BLOCK_TOKENS])) == 2
+    assert hash_blocks(()) == ()
+
+
+def test_a_hash_stands_for_all_tokens_before_it() -> None:
+    whole = hash_blocks(TOKENS)
+    assert hash_blocks(TOKENS[:500]) == whole[: 499 // BLOCK_TOKENS]
+    other = hash_blocks((7, *TOKENS[1:]))
+    assert not set(whole) & set(other), "the first token is another"
+    later = hash_blocks((*TOKENS[:200], 7, *TOKENS[201:]))
+    assert later[:3] == whole[:3] and not set(later[3:]) & set(whole[3:])
+
+
+def test_tenants_have_other_hashes() -> None:
+    assert not set(hash_blocks(TOKENS, "ann")) & set(hash_blocks(TOKENS, "ben"))
+    assert hash_blocks(TOKENS, "ann") == hash_blocks(list(TOKENS), "ann")
+
+
+blocks = st.lists(st.integers(0, 12), max_size=8, unique=True)
+changes = st.lists(
+    st.tuples(st.sampled_from(["add", "replace", "remove"]), st.integers(0, 4), blocks), max_size=25
+)
+
+
+@given(changes=changes, prompt=blocks)
+def test_it_finds_what_sets_find(changes: list[tuple[str, int, list[int]]], prompt: list[int]) -> None:
+    index, known = BlockIndex(), dict[int, set[int]]()
+    for change, replica, some in changes:
+        if change == "add":
+            index.add(replica, some)
+            known.setdefault(replica, set()).update(some)
+        elif change == "replace":
+            index.replace(replica, some)
+            known[replica] = set(some)
+        else:
+            index.remove(replica)
+            known.pop(replica, None)
+        assert all(index.count(number) == len(known.get(number, ())) for number in range(5))
+    expected = {
+        number: next((place for place, block in enumerate(prompt) if block not in held), len(prompt))
+        for number, held in known.items()
+    }
+    assert index.find(prompt) == {number: count for number, count in expected.items() if count}
+    assert index._holders.keys() == set().union(*known.values()), "nothing is kept of what has gone"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cllm.cluster.link import Draining, Load
+from cllm.cluster.link import Draining
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.errors import EngineNotReady, PoisonRequest
-from cllm.types import FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
-from cllm.workers.messages import (
+from cllm.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     ClusterReport,
@@ -20,13 +20,13 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Submit,
     Unready,
-    UseStateFile,
+    UseSlot,
 )
+from cllm.types import FinishReason, Limits, ModelInfo, Prompt, Request, RequestOutput, Snapshot, Usage
 
 INFO = ModelInfo(
     name="model",
@@ -62,8 +62,8 @@ class FakeReplica:
 
     def report(self, *gateways: str, token_s: float = 0.01) -> None:
         speed = ReplicaSpeed(prefill_token_s=token_s, slot_s=1.0, slots=self.slots)
-        report = ReplicaReport(speed=speed, requests={}, blocks=None, free_cells=1024)
-        self._relay.receive(self.remote, Load(report, cells=1024, gateways=gateways))
+        report = ReplicaReport(speed=speed, requests={}, cells=1024, gateways=gateways)
+        self._relay.receive(self.remote, report)
 
     @property
     def requests(self) -> list[Request]:
@@ -100,7 +100,9 @@ class Gateway:
             replica.become_ready()
 
     def submit(self, name: str, *, prompt: Sequence[int] = (1, 2, 3), prefix: Sequence[int] = ()) -> None:
-        request = Request(id=name, prompt=tuple(prompt), generated_prefix=tuple(prefix), max_tokens=100)
+        request = Request(
+            id=name, prompt=Prompt(tuple(prompt)), generated_prefix=tuple(prefix), max_tokens=100
+        )
         self.relay.handle(Submit(request))
 
     def find(self, name: str) -> tuple[FakeReplica, Request]:
@@ -152,7 +154,7 @@ def test_late_outputs_of_a_replica_that_lost_a_request_are_dropped() -> None:
     gateway = Gateway("a", "b")
     gateway.submit("r")
     replica, request = gateway.find("r")
-    gateway.relay._withdraw(gateway.relay._requests["r"])
+    gateway.relay._withdraw([gateway.relay._requests["r"]], replica.remote)
     replica.say(request, (1,), end=True)
     assert gateway.outputs("r") == []
 
@@ -337,9 +339,9 @@ def test_calls_are_answered_by_all_replicas_that_are_left() -> None:
     assert (answer.call_id, snapshot.sequences_total, snapshot.cells_used) == (7, 8, 6)
     assert snapshot.cached == {2: 64, 6: 64} and set(snapshot.waiting) == {"r"}
     gateway.relay.handle(ClearCache(8))
-    gateway.relay.receive(gateway.replicas[0].remote, StateFileDone(8, entries=2))
+    gateway.relay.receive(gateway.replicas[0].remote, CacheDone(8, prefixes=2))
     gateway.replicas[1].die()
-    assert gateway.last(StateFileDone) == StateFileDone(8, entries=2)
+    assert gateway.last(CacheDone) == CacheDone(8, prefixes=2)
 
 
 def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
@@ -351,11 +353,11 @@ def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
     assert [len(replica.remote.requests) for replica in gateway.replicas] == [2, 2]
 
 
-def test_state_files_are_refused() -> None:
+def test_saved_slots_are_refused() -> None:
     gateway = Gateway("a")
-    gateway.relay.handle(UseStateFile(4, "file", save=True))
-    answer = gateway.last(StateFileDone)
-    assert isinstance(answer, StateFileDone) and answer.failure is not None
+    gateway.relay.handle(UseSlot(4, "save", 0, "file"))
+    answer = gateway.last(CacheDone)
+    assert isinstance(answer, CacheDone) and answer.failure is not None
     assert answer.failure.code == "not_supported" and gateway.replicas[0].sent == []
 
 

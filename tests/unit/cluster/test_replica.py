@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
-from cllm.cluster.replica import ReplicaServer, ReplicaSettings
+from cllm.cluster.link import FromReplica, Link, ReplicaAddress
+from cllm.cluster.placer import ReplicaReport, hash_blocks
+from cllm.cluster.replica import ReplicaLoad, ReplicaServer, ReplicaSettings
 from cllm.config import EngineConfig
+from cllm.messages import Died, Ready, StepReport, StepStats, Submit
 from cllm.testing import FakeVocabulary, say
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import Died, Ready, StepReport, Submit
+from cllm.types import FinishReason, Limits, Prompt, Request, RequestOutput, SamplingParams
 
 LIMIT_S = 30.0
 
@@ -23,6 +24,9 @@ class NoDirectory:
 
     def remove(self, model: str, replica: str) -> None:
         pass
+
+    def list(self, model: str) -> list[ReplicaAddress]:
+        return []
 
 
 @pytest.fixture
@@ -41,25 +45,20 @@ class FakeGateway:
     def __init__(self, name: str) -> None:
         self.received: list[object] = []
         self.link = Link(
-            FromReplica,
-            b"",
-            name=name,
-            opened=lambda *_: None,
-            received=lambda _, message: self.received.append(message),
-            lost=lambda _: None,
+            FromReplica, b"", name=name, received=lambda _, message: self.received.append(message)
         )
 
     async def connect(self, server: ReplicaServer) -> None:
         self.link._key = server.address.key
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self.link, server.address.host, server.address.port)
-        await wait(lambda: any(isinstance(each, Load) for each in self.received))
+        await wait(lambda: any(isinstance(each, ReplicaReport) for each in self.received))
         assert any(isinstance(each, Ready) for each in self.received)
 
     def submit(self, name: str, text: str) -> None:
         tokens = FakeVocabulary().tokenize(say(text), add_special=False, parse_special=False)
         sampling = SamplingParams(temperature=0)
-        request = Request(id=name, prompt=tuple(tokens), max_tokens=600, sampling=sampling)
+        request = Request(id=name, prompt=Prompt(tuple(tokens)), max_tokens=600, sampling=sampling)
         self.link.send(Submit(request))
 
     @property
@@ -102,7 +101,7 @@ def test_each_gateway_gets_its_own_outputs(server: ReplicaServer) -> None:
         assert one.text("a") == "for the first one " * 3 and two.text("b") == "for the second " * 3
         assert {each.request_id for each in one.outputs} == {"a"}
         assert {each.request_id for each in two.outputs} == {"b"}
-        load = [each for each in two.received if isinstance(each, Load)][-1]
+        load = [each for each in two.received if isinstance(each, ReplicaReport)][-1]
         assert set(load.gateways) == {"one", "two"}
 
     run(test, server)
@@ -135,3 +134,67 @@ def test_the_end_of_an_engine_is_said_and_another_one_started(server: ReplicaSer
         assert [each.finish_reason for each in two.outputs][-1] is FinishReason.STOP
 
     run(test, server)
+
+
+# Load ----------------------------------------------------------------------------------------------
+
+LIMITS = Limits(sequences=2, cells=512, sequence_cells=256, request_tokens=256, batch_tokens=64)
+PROMPT = tuple(range(130))
+
+
+def make_load() -> ReplicaLoad:
+    load = ReplicaLoad()
+    load.reset(LIMITS)
+    return load
+
+
+def end(name: str, tokens: tuple[int, ...] = ()) -> RequestOutput:
+    return RequestOutput(request_id=name, tokens=tokens, finish_reason=FinishReason.STOP)
+
+
+def test_a_request_is_pending_until_its_first_token_and_leaves_its_blocks() -> None:
+    load = make_load()
+    load.submitted(Request(id="r", prompt=Prompt(PROMPT), max_tokens=9, tenant="t"), 1.0)
+    assert load.report().requests == {"r": 130}
+    load.processed([RequestOutput(request_id="r", tokens=(1,))], StepStats(), 2.0)
+    assert load.report().requests == {"r": 0}
+    load.processed([end("r", tuple(range(62)))], StepStats(), 5.0)
+    report = load.report(all_blocks=True)
+    assert report.requests == {} and report.speed.slot_s == 4.0
+    whole = (*PROMPT, 1, *range(62), 0)
+    assert set(report.blocks or ()) == set(hash_blocks(whole, "t")) and len(report.blocks or ()) == 3
+    load.submitted(Request(id="again", prompt=Prompt(PROMPT), max_tokens=9, tenant="t"), 6.0)
+    assert load.report().requests == {"again": 130 - 128}
+    load.submitted(Request(id="foreign", prompt=Prompt(PROMPT), max_tokens=9, tenant="u"), 6.0)
+    assert load.report().requests["foreign"] == 130
+
+
+def test_blocks_are_reported_when_they_change_and_are_bounded_by_the_memory() -> None:
+    load = make_load()
+    assert load.report().blocks == []
+    assert load.report().blocks is None
+    for number in range(9):
+        load.submitted(Request(id=f"{number}", prompt=Prompt((number,) * 65), max_tokens=1), 0.0)
+    assert len(load.report().blocks or ()) == LIMITS.cells // 64
+    load.forget_blocks()
+    assert load.report().blocks == []
+
+
+def test_speed_is_that_of_steps_with_a_prompt() -> None:
+    load = make_load()
+    load.processed([], StepStats(tokens=1, step_s=5.0, running=1), 0.0)
+    assert load.report().speed.prefill_token_s == 0.0, "not known yet"
+    load.processed([], StepStats(tokens=500, step_s=1.0, running=1), 0.0)
+    assert load.report().speed.prefill_token_s == 0.002
+    for _ in range(100):
+        load.processed([], StepStats(tokens=500, step_s=2.0, running=1), 0.0)
+    assert abs(load.report().speed.prefill_token_s - 0.004) < 1e-4
+
+
+def test_what_waits_is_beyond_the_slots() -> None:
+    load = make_load()
+    for number in range(5):
+        load.submitted(Request(id=f"{number}", prompt=Prompt((1,)), max_tokens=1), 0.0)
+    assert load.waiting == 3
+    load.reset(LIMITS)
+    assert load.waiting == 0 and load.report().requests == {}

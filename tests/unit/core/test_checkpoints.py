@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.checkpoints import MAX_CHECKPOINTS, SPACING, plan_stops, thin
+from cllm.core.kv_cache.prefix_index import MAX_CHECKPOINTS, SPACING, plan_stops, thin
 from cllm.core.step_cost import TILE
 
 TURN = 1000

@@ -15,39 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation
 from cllm.core.kv_cache.transfer import KVTransfer
+from cllm.messages import ClearCache, Stop, UseSlot
 from cllm.testing import FakeRunner
-from cllm.workers.messages import ClearCache, Report, StateFileDone, Stop, Wake
+from tests.driver.disk import LIMIT_S, DiskGate
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.profiles import examples
 
 PROMPT = words(1, 200)
-LIMIT_S = 30.0
-
-
-class DiskGate:
-    """While it is closed, the disk does not answer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        submit = DiskThread.submit
-
-        def wait_and_do(disk: DiskThread, operation: Operation) -> Future[Any]:
-            def gated() -> Any:
-                assert self._open.wait(LIMIT_S)
-                return operation()
-
-            return submit(disk, gated)
-
-        monkeypatch.setattr(DiskThread, "submit", wait_and_do)
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture
@@ -82,9 +57,10 @@ def write_behind(driver: StepDriver) -> None:
     """Be idle until everything is written."""
     disk = driver.core.disk
     deadline = time.monotonic() + LIMIT_S
-    while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._queue or disk.scanning:
+    while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
         assert time.monotonic() < deadline
-        wait([operation for operation in (disk._slice, disk.scanning) if operation is not None], LIMIT_S)
+        pending: list[Future[Any]] = [each for each in (disk._slice, disk.scanning) if each is not None]
+        wait(pending, LIMIT_S)
 
 
 def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
@@ -260,51 +236,7 @@ def test_the_loop_writes_behind_while_idle_and_at_its_end(
     assert not disk_thread.is_alive()
 
 
-def test_clearing_the_cache_is_reported_when_the_files_are_gone(
-    start: Start, tmp_path: Path, gate: DiskGate
-) -> None:
-    driver = start()
-    serve(driver)
-    driver.close_disk()
-    driver = start()
-    serve(driver)
-    reports: list[Report] = []
-    driver.core._emit = reports.append
-    gate.close()
-    driver.core.post(ClearCache(7))
-    driver.core.post(Wake())
-    assert driver.core._take_commands() and reports == []
-    gate.open()
-    deadline = time.monotonic() + LIMIT_S
-    while not reports:
-        assert time.monotonic() < deadline and driver.core._take_commands()
-    (done,) = reports
-    assert (
-        isinstance(done, StateFileDone) and done.call_id == 7 and done.failure is None and done.entries >= 1
-    )
-    assert list(tmp_path.glob("kv/*/*")) == []
-
-
-def test_clearing_fails_where_the_disk_does_not_answer(
-    start: Start, gate: DiskGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cllm.core.engine_core.STALL_LIMIT_S", 0.05)
-    driver = start()
-    serve(driver)
-    reports: list[Report] = []
-    driver.core._emit = reports.append
-    gate.close()
-    driver.core.post(ClearCache(7))
-    deadline = time.monotonic() + LIMIT_S
-    while not reports:
-        driver.core.post(Wake())  # the call that reports would wait for the next command
-        assert time.monotonic() < deadline and driver.core._take_commands()
-    (done,) = reports
-    assert isinstance(done, StateFileDone) and done.failure is not None
-    assert done.failure.code == "storage_failed" and done.call_id == 7
-
-
-RARE = st.sampled_from(["step", "idle", "crash", "damage", "clear"])
+RARE = st.sampled_from(["step", "idle", "crash", "damage", "clear", "save", "restore", "erase"])
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["ask", "restart"]) | RARE, st.integers(0, 1), st.integers(70, 130)),
     min_size=8,
@@ -332,8 +264,10 @@ def test_texts_are_right_whatever_happens_to_the_disk(
             driver.add((*words(number, length), length), 8, tenant=tenant, ignore_eos=True)
         elif action == "step":
             driver.step(number + 1)
+        elif action in ("save", "restore", "erase"):
+            driver.use_cache(UseSlot(1, action, number, "slot"))  # type: ignore[arg-type]
         elif action == "damage":
-            for path in list(folder.glob("kv/*/*.kv"))[number:]:
+            for path in list(folder.glob("kv/*/[!.]*"))[number:]:
                 with suppress(FileNotFoundError):  # the disk thread removes one
                     os.truncate(path, length)
         else:
@@ -341,7 +275,7 @@ def test_texts_are_right_whatever_happens_to_the_disk(
             if action == "idle":
                 write_behind(driver)
             elif action == "clear":
-                driver.core._handle(ClearCache(1))
+                driver.use_cache(ClearCache(1))
             else:
                 if action == "restart":
                     driver.close_disk()

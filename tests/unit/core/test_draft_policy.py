@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Drafter
+from cllm.core.drafts import DraftState
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotLease, SlotPool
-from cllm.core.spec_decode import DraftState, SpecDecodePolicy, reject_drafts
+from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import StepCostModel
 from cllm.testing import FakeRunner
-from cllm.types import ConstraintKind, ConstraintSpec, Request
+from cllm.types import ConstraintKind, ConstraintSpec, Prompt, Request
 from tests.unit.core.test_spec_decode import Parrot
 
 CERTAIN = 0.99
@@ -29,7 +30,7 @@ def make_sequence(
     max_tokens: int = 100,
     acceptance: float = CERTAIN,
 ) -> Sequence:
-    request = Request(id=f"r{number}", prompt=tuple(range(tokens)), max_tokens=max_tokens)
+    request = Request(id=f"r{number}", prompt=Prompt(tuple(range(tokens))), max_tokens=max_tokens)
     sequence = Sequence(request, capacity=1000)
     sequence.lease = SlotLease(SlotPool(FakeRunner(sequences=64)), number, request.id)
     sequence.num_computed = tokens - pending
@@ -122,12 +123,17 @@ def test_drafts_that_found_no_room_are_not_made_again_at_once() -> None:
 
 
 def test_which_requests_may_draft_at_all() -> None:
-    plain = Request(id="a", prompt=(1,), max_tokens=4)
+    plain = Request(id="a", prompt=Prompt((1,)), max_tokens=4)
     assert SpecDecodePolicy(8).start(plain) is not None
     assert SpecDecodePolicy(0).start(plain) is None
-    assert SpecDecodePolicy(8).start(Request(id="b", prompt=(1,), max_tokens=4, speculate=False)) is None
+    assert (
+        SpecDecodePolicy(8).start(Request(id="b", prompt=Prompt((1,)), max_tokens=4, speculate=False)) is None
+    )
     grammar = ConstraintSpec(ConstraintKind.REGEX, "a+")
-    assert SpecDecodePolicy(8).start(Request(id="c", prompt=(1,), max_tokens=4, constraint=grammar)) is None
+    assert (
+        SpecDecodePolicy(8).start(Request(id="c", prompt=Prompt((1,)), max_tokens=4, constraint=grammar))
+        is None
+    )
 
 
 def test_the_more_expensive_a_draft_the_shorter_it_is() -> None:
@@ -193,9 +199,9 @@ def test_a_request_that_declined_drafts_is_not_padded() -> None:
 
 def test_no_row_is_padded_beyond_its_end() -> None:
     sequences = eight(*range(7))
-    sequences[7].token_limit = len(sequences[7].tokens) + 1
+    sequences[7].stopping.token_limit = len(sequences[7].tokens) + 1
     assert 7 not in drafted(*sequences)
-    sequences[7].token_limit = len(sequences[7].tokens) + 2
+    sequences[7].stopping.token_limit = len(sequences[7].tokens) + 2
     assert drafted(*sequences, cost=Priced(0.4)).get(7, 0) <= 1
 
 
@@ -224,7 +230,7 @@ def test_drafts_are_looked_for_less_and_less_where_that_is_costly_and_does_not_p
 
     rests = [after - before for before, after in pairwise(look(800))]
     assert rests == [policy.REST, 2 * policy.REST, 4 * policy.REST, policy.MAX_REST, policy.MAX_REST]
-    policy.start(Request(id="new", prompt=(1,), max_tokens=4))
+    policy.start(Request(id="new", prompt=Prompt((1,)), max_tokens=4))
     assert look(100)[:2] == [0, policy.REST], "what is new may repeat itself"
     sequences = sequences[:4]
     policy.draft(sequences, cost, room=512, max_step_s=10.0)
@@ -276,7 +282,7 @@ def test_a_new_request_ends_a_rest_but_not_the_one_after_a_loss() -> None:
     sequences = [make_sequence(number, Parrot()) for number in range(16)]
     for _ in range(policy.TRIAL + 1):
         policy.draft(sequences, cost, room=512, max_step_s=10.0)
-    policy.start(Request(id="new", prompt=(1,), max_tokens=4))
+    policy.start(Request(id="new", prompt=Prompt((1,)), max_tokens=4))
     assert policy.rests(len(sequences), cost)
 
 
@@ -337,7 +343,7 @@ def test_a_draft_model_hears_whose_memory_it_may_use(shared: bool) -> None:
 
     policy = SpecDecodePolicy(8, draft_model=new_drafter, share_across_tenants=shared)
     for tenant, reuse in (("a", True), ("b", True), ("b", False)):
-        policy.start(Request(id="r", prompt=(1,), max_tokens=1, tenant=tenant, reuse=reuse))
+        policy.start(Request(id="r", prompt=Prompt((1,)), max_tokens=1, tenant=tenant, reuse=reuse))
     assert tenants == (["", "", None] if shared else ["a", "b", None])
 
 

@@ -15,20 +15,17 @@ from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
-from cllm.testing import END_TOKEN, FakeRunner, expected_vector
-from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
-from cllm.workers.engine_worker import ThreadExecutor
-from cllm.workers.messages import (
-    Refused,
+from cllm.messages import (
     TokenizePairs,
     TokenizeTexts,
     TokenLists,
 )
+from cllm.testing import END_TOKEN, FakeRunner, expected_vector
+from cllm.types import EmbedLimits, Failure, FinishReason, Prompt, Request, RequestOutput, Usage, to_vector
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
@@ -63,13 +60,6 @@ def check(driver: StepDriver, name: str) -> None:
 def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
     source = random.Random(seed)
     return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
-
-
-def test_every_input_becomes_its_own_embedding_in_order() -> None:
-    driver = StepDriver(Spied(batch_tokens=64))
-    name = driver.embed(*texts(11, 10), b"x", b"y" * 63)
-    driver.finish()
-    check(driver, name)
 
 
 def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
@@ -225,9 +215,9 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_no_request() -> None:
     runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
     driver = StepDriver(runner)
     driver.enqueue(
-        Request(id="a", prompt=(), max_tokens=0, embed=((1, 2),)),
-        Request(id="b", prompt=(), max_tokens=0, embed=((3,),)),
-        Request(id="c", prompt=(1,), max_tokens=9),
+        Request(id="a", prompt=Prompt(()), max_tokens=0, embed=((1, 2),)),
+        Request(id="b", prompt=Prompt(()), max_tokens=0, embed=((3,),)),
+        Request(id="c", prompt=Prompt((1,)), max_tokens=9),
     )
     with pytest.raises(EngineDied, match="two steps in a row"):
         driver.core.run()
@@ -307,7 +297,7 @@ def test_random_workloads(seed: int) -> None:
 
 
 def call(name: str, *inputs: bytes) -> Request:
-    return Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs)))
+    return Request(id=name, prompt=Prompt(()), max_tokens=0, embed=tuple(map(tuple, inputs)))
 
 
 def done(name: str) -> RequestOutput:
@@ -318,7 +308,7 @@ def done(name: str) -> RequestOutput:
 @pytest.fixture
 def scripted() -> tuple[EngineClient, ScriptedExecutor]:
     host = ScriptedExecutor()
-    engine = EngineClient(host, queue_size=100)
+    engine = BlockingEngine(host, queue_size=100)
     engine.start()
     return engine, host
 
@@ -343,7 +333,7 @@ def test_embedding_requests_take_no_slots(
         engine.submit(call(f"e{number}", b"x"), BlockingOutputStream)
     assert len(host.submitted()) == MAX_EMBEDDING_REQUESTS
     for number in range(6):
-        engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingOutputStream)
+        engine.submit(Request(id=f"g{number}", prompt=Prompt((1,)), max_tokens=1), BlockingOutputStream)
     assert host.submitted()[MAX_EMBEDDING_REQUESTS:] == ["g0", "g1", "g2", "g3"]
     host.say(done("e0"))
     assert host.submitted()[-1] == f"e{MAX_EMBEDDING_REQUESTS}"
@@ -367,9 +357,9 @@ def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, Scripte
 
 
 def with_engine(runner: FakeRunner, use: Callable[[EngineClient], None]) -> None:
-    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
-    engine.wait_ready(10)
+    engine.loaded.result(10)
     try:
         use(engine)
     finally:
@@ -392,7 +382,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
 def test_an_embedding_model_refuses_generation_at_once() -> None:
     def use(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequest, match="generates no text") as refusal:
-            engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
+            engine.submit(Request(id="g", prompt=Prompt((1,)), max_tokens=1), BlockingOutputStream)
         assert refusal.value.field == "model"
         (delta,) = list(engine.submit(call("e", b"x"), BlockingOutputStream))
         assert delta.embeddings == (expected_vector(b"x"),)
@@ -424,14 +414,14 @@ def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), max_tokens=5))
     assert answer == TokenLists((tuple(b"ab"), tuple(b"<|x|>")))
     refused = worker.perform(TokenizeTexts(("ab", "abcdef"), max_tokens=5))
-    assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
+    assert isinstance(refused, Failure) and refused.code == "context_length_exceeded"
     assert "input 1 has 6 tokens" in refused.message and "at most 5" in refused.message
     refused = worker.perform(TokenizeTexts(("abcdef",), max_tokens=5, field="content"))
-    assert isinstance(refused, Refused) and refused.field == "content" and "content 0" in refused.message
+    assert isinstance(refused, Failure) and refused.field == "content" and "content 0" in refused.message
     pairs = worker.perform(TokenizePairs("q", ("a", "bc"), max_tokens=4))
     assert pairs == TokenLists(((113, 257, 97), (113, 257, 98, 99)))
     refused = worker.perform(TokenizePairs("q", ("abc",), max_tokens=4))
-    assert isinstance(refused, Refused) and refused.field == "documents"
+    assert isinstance(refused, Failure) and refused.field == "documents"
 
 
 def test_embeddings_are_cut_then_scaled() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.core.following_batch import FollowingBatch
+from cllm.core.scheduler import FollowingBatch
 from cllm.core.spec_decode import SpecDecodePolicy
+from cllm.messages import Cancel, Stop
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import expected_text
 from cllm.types import FinishReason
-from cllm.workers.messages import Cancel, Stop
 from tests.driver.engine import StepDriver, ask
 
 TOKENS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, get_entry_size
+from cllm.core.kv_cache.tiers import Entry, HostKVCache, get_entry_size
 
 
 def entry(tokens: str, size: int = 100, tenant: str = "") -> Entry:

@@ -1,7 +1,7 @@
 """The life cycle of requests, slots and cached cells: every order of events in a small world.
 
 No path is without exactly one terminal event for each request, no slot is leased twice, and no cell is both
-in use and cached. `make life-cycle` goes further from the start.
+in use and cached. `proof/life_cycle.py` goes further from the start.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import pytest
 from cllm.backend.base import Batch, StepResult
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.messages import Report, StepReport
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import expected_text
-from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.messages import Report, StepReport
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.engine import prepare_at_once
 
 TOKENS = 5
@@ -47,7 +47,7 @@ def run(asynchronous: bool, **fields: object) -> tuple[list[str], str]:
     runner.asynchronous = asynchronous
     core = EngineCore(runner, EngineConfig(draft_tokens=0), emit, preparation=prepare_at_once)
     sampling = SamplingParams(ignore_eos=True)
-    core.scheduler.add(Request(id="r", prompt=PROMPT, max_tokens=TOKENS, sampling=sampling, **fields))  # type: ignore[arg-type]
+    core.scheduler.add(Request(id="r", prompt=Prompt(PROMPT), max_tokens=TOKENS, sampling=sampling, **fields))  # type: ignore[arg-type]
     while not core.idle:
         core.step()
     return events, "".join(texts)
@@ -84,7 +84,9 @@ def test_log_probabilities_are_spelled() -> None:
 
     core = EngineCore(FakeRunner(), EngineConfig(draft_tokens=0), emit, preparation=prepare_at_once)
     sampling = SamplingParams(ignore_eos=True)
-    core.scheduler.add(Request(id="r", prompt=PROMPT, max_tokens=TOKENS, sampling=sampling, logprobs=1))
+    core.scheduler.add(
+        Request(id="r", prompt=Prompt(PROMPT), max_tokens=TOKENS, sampling=sampling, logprobs=1)
+    )
     while not core.idle:
         core.step()
     assert b"".join(spelled).decode() == expected_text(PROMPT, TOKENS, ends=False)

@@ -12,7 +12,7 @@ from cllm.backend.base import Batch, Row
 from cllm.core.prefill_budget import PrefillBudget, divide
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
-from cllm.types import Request
+from cllm.types import Prompt, Request
 
 TARGET = 0.25
 # A small model on two cores: 4 ms to read the weights, 1.2 ms a prompt token, 1.5 ms a row, attention.
@@ -236,7 +236,7 @@ def test_a_prompt_is_ended_or_gets_whole_tiles() -> None:
     assert divide(512, [576]) == [512]
 
 
-class Prompt:
+class PendingPrompt:
     """What the budget looks at of a sequence."""
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
@@ -250,10 +250,10 @@ class Prompt:
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
     budget = make_budget()
-    long = Prompt("long", 0, 100_000)
+    long = PendingPrompt("long", 0, 100_000)
     given = 0
     for number in range(40):
-        short = Prompt("short", 1 + number, 700)
+        short = PendingPrompt("short", 1 + number, 700)
         steps = 0
         while short.pending > 1:
             shares = budget.schedule_tokens([long, short], lambda prompt: prompt.pending)  # type: ignore[list-item]
@@ -266,7 +266,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() 
 
 
 def test_a_prompt_that_others_wait_for_counts_as_the_shortest_of_them() -> None:
-    prompts = [Prompt("a", 0, 5000), Prompt("b", 1, 600), Prompt("awaited", 2, 9000)]
+    prompts = [PendingPrompt("a", 0, 5000), PendingPrompt("b", 1, 600), PendingPrompt("awaited", 2, 9000)]
     urgency = {"a": 5000, "b": 600, "awaited": 20}
     shares = make_budget().schedule_tokens(prompts, lambda prompt: urgency[prompt.id])  # type: ignore[arg-type]
     assert shares == {"awaited": 512}
@@ -279,10 +279,10 @@ def test_a_forced_token_or_two_go_one_by_one_where_a_pass_over_the_weights_costs
     for rows in (1, 4, 8):
         for chunk in (0, 60, 200):
             machine.step(budget, StepShape(1 + (chunk > 0), chunk, rows, 0.0))
-    others = [Prompt(f"other{number}", number, 1, answering=True) for number in range(7)]
+    others = [PendingPrompt(f"other{number}", number, 1, answering=True) for number in range(7)]
 
-    def share_of(pending: int, company: list[Prompt], *, answering: bool = True) -> int:
-        forced = Prompt("forced", 7, pending, answering=answering)
+    def share_of(pending: int, company: list[PendingPrompt], *, answering: bool = True) -> int:
+        forced = PendingPrompt("forced", 7, pending, answering=answering)
         running = [*company, forced]
         return budget.schedule_tokens(running, lambda prompt: prompt.pending)["forced"]  # type: ignore[arg-type]
 
@@ -311,7 +311,7 @@ def decoding(*sample_s: float) -> list[Sequence]:
     """Sequences that decode, each with the time that its sampler takes."""
     found = []
     for number, seconds in enumerate(sample_s):
-        request = Request(id=str(number), prompt=tuple(b"prompt"), max_tokens=1000)
+        request = Request(id=str(number), prompt=Prompt(tuple(b"prompt")), max_tokens=1000)
         sequence = Sequence(request, 4096, number)
         sequence.num_computed = len(sequence.tokens) - 1
         sequence.sample_s = seconds

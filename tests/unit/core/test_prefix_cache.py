@@ -9,8 +9,8 @@ import pytest
 
 from cllm.backend.base import KVState, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
-from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import MAX_MATCHES
+from cllm.core.kv_cache.tiers import Entry
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text

@@ -48,23 +48,6 @@ def test_what_is_covered_are_the_prefixes_of_an_entry() -> None:
     assert set(tier.covered(long)) == {short, long, one}
 
 
-def test_a_prefix_is_had_where_all_of_it_can_be_cut_from_an_entry() -> None:
-    tier: PrefixTier[CachedPrefix] = PrefixTier()
-    tier.insert(CachedPrefix("", (1, 2, 3, 4)))
-    tier.insert(CachedPrefix("", (5, 6, 7, 8), (Checkpoint(2, b""),), min_length=4))
-    for tokens, has in (
-        ((1, 2, 3, 4), True),
-        ((1, 2), True),
-        ((1, 3), False),
-        ((1, 2, 3, 4, 5), False),
-        ((5, 6, 7, 8), True),
-        ((5, 6, 7), False),
-        ((5, 6), True),
-    ):
-        assert tier.has(CachedPrefix("", tokens)) is has, tokens
-    assert not tier.has(CachedPrefix("you", (1, 2)))
-
-
 def test_the_least_recently_used_is_first_and_what_is_removed_is_gone() -> None:
     tier: PrefixTier[CachedPrefix] = PrefixTier()
     entries = [CachedPrefix("", (number,)) for number in range(3)]

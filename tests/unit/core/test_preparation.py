@@ -11,9 +11,9 @@ from cllm.backend.base import Sampler
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
+from cllm.messages import Cancel, Report, StepReport, Stop, Submit
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import Cancel, Report, StepReport, Stop, Submit
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams
 
 LIMIT_S = 10.0
 PENALISED = SamplingParams(dry_multiplier=0.5, seed=1)
@@ -49,7 +49,7 @@ class RunningCore:
         self.thread.start()
 
     def submit(self, name: str, **fields: object) -> None:
-        settings = {"prompt": tuple(b"prompt"), "max_tokens": 20, **fields}
+        settings = {"prompt": Prompt(tuple(b"prompt")), "max_tokens": 20, **fields}
         self.core.post(Submit(Request(id=name, **settings)))  # type: ignore[arg-type]
 
     def end_of(self, *names: str) -> dict[str, RequestOutput]:

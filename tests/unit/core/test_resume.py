@@ -11,7 +11,15 @@ import pytest
 
 from cllm.errors import EngineError
 from cllm.testing.fake_runner import END_TOKEN, TURN
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit, ReasoningMarks, Request
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    Prompt,
+    ReasoningLimit,
+    ReasoningMarks,
+    Request,
+)
 from tests.driver.engine import Answer, StepDriver
 from tests.driver.written import WideVocabulary, WrittenRunner, foresight
 
@@ -71,7 +79,9 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 def make_request(fields: dict[str, Any], **more: Any) -> Request:
     return msgspec.convert(
-        {"id": "r", "prompt": PROMPT, "max_tokens": 40, **fields, **more}, Request, from_attributes=True
+        {"id": "r", "prompt": Prompt(PROMPT), "max_tokens": 40, **fields, **more},
+        Request,
+        from_attributes=True,
     )
 
 
@@ -156,7 +166,7 @@ def test_one_that_is_preempted_later_is_not_resumed_again() -> None:
     answers = {PROMPT: [*"né à 東京 fin".encode()], (1, 2, 3): [*b"another answer that is long"]}
     driver = StepDriver(WrittenRunner(answers, sequences=2, cells=40, unified=True), swap_space_mb=0)
     driver.submit(
-        Request(id="other", prompt=(1, 2, 3), max_tokens=40),
+        Request(id="other", prompt=Prompt((1, 2, 3)), max_tokens=40),
         make_request({"generated_prefix": tuple("né à 東".encode())[:-1]}),
     )
     driver.finish()

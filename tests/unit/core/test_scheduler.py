@@ -9,10 +9,10 @@ import pytest
 
 from cllm.backend.base import StepResult, StepStatus
 from cllm.core.sequence import State
+from cllm.messages import Report, StepReport
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import next_token
 from cllm.types import FinishReason, RequestOutput
-from cllm.workers.messages import Report, StepReport
 from tests.driver.engine import StepDriver
 
 

@@ -76,15 +76,6 @@ def test_the_busy_run_finds_cached_prefixes(unified: bool) -> None:
     assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
-def test_two_failed_steps_in_a_row_end_the_engine_and_every_request() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
-    driver = StepDriver(runner)
-    names = [driver.add(b"abc", 5) for _ in range(6)]
-    driver.run()
-    assert driver.died
-    assert [driver.outcome(name) for name in names] == [FinishReason.ERROR] * 6
-
-
 def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
     runner = FakeRunner(sequences=4, batch_tokens=256)
     driver = StepDriver(runner)
@@ -105,39 +96,6 @@ def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
     assert driver.answers["r2"].error_code == "bad_batch"
 
 
-def test_a_sequence_whose_memory_was_tampered_with_fails_alone() -> None:
-    driver = StepDriver(FakeRunner(sequences=2))
-    names = [driver.add(b"prompt %d" % number, 20, ignore_eos=True) for number in range(2)]
-    driver.step()
-    driver.step()
-    driver.fake.memory[0].pop()
-    driver.core.step()
-    driver.run()
-    assert [driver.outcome(name) for name in names] == [FinishReason.ERROR, FinishReason.LENGTH]
-    assert driver.answers["r0"].error_code == "position_mismatch"
-    assert driver.text("r1") == driver.expected("r1")
-
-
-def test_kv_pressure_preempts_the_youngest_and_every_request_completes() -> None:
-    for swap_space_mb in (0, 1):
-        runner = FakeRunner(sequences=4, cells=64, unified=True, request_tokens=60)
-        driver = StepDriver(runner, swap_space_mb=swap_space_mb)
-        names = [driver.add(b"prompt %d" % number, 40, ignore_eos=True) for number in range(4)]
-        driver.run()
-        assert [driver.outcome(name) for name in names] == [FinishReason.LENGTH] * 4
-        driver.check_end()
-
-
-def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
-    driver = StepDriver(FakeRunner(sequences=4))
-    usages = []
-    for _ in range(300):
-        name = driver.add(b"the same prompt", 16, ignore_eos=True)
-        driver.run()
-        usages.append(driver.answers[name].usage)
-    assert len(set(usages)) == 1
-
-
 def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_are_kept() -> None:
     driver = StepDriver(FakeRunner(sequences=4), cache_mb=1)
     usages = []
@@ -146,17 +104,6 @@ def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_
         driver.run()
         usages.append(driver.usage(name))
     assert len(set(usages[1:])) == 1 and usages[1].cached_tokens == 31
-
-
-def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
-    runner = FakeRunner(sequences=4, cells=4096, batch_tokens=64)
-    driver = StepDriver(runner)
-    names = [driver.add(b"x" * 500, 4, seed=seed, ignore_eos=True) for seed in range(4)]
-    driver.run()
-    driver.check_end()
-    usages = [driver.answers[name].usage for name in names]
-    assert [usage.cached_tokens for usage in usages if usage] == [0, 499, 499, 499]
-    assert [usage.decoded_tokens for usage in usages if usage] == [503, 4, 4, 4]
 
 
 def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:

@@ -7,17 +7,29 @@ from typing import Any
 
 import pytest
 
+from cllm.core.kv_cache.layout import CellSegment, UnifiedLayout
 from cllm.core.kv_cache.prefix_index import Checkpoint
-from cllm.core.sequence import CellSegment, Sequence, State, count_cells
+from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN
-from cllm.types import FinishReason, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
+from cllm.types import (
+    FinishReason,
+    Limits,
+    Prompt,
+    ReasoningLimit,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+
+LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
 
 
 def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
-    return Sequence(Request(id="r", prompt=tuple(prompt), max_tokens=max_tokens, **fields), capacity)
+    return Sequence(Request(id="r", prompt=Prompt(tuple(prompt)), max_tokens=max_tokens, **fields), capacity)
 
 
 def run(sequence: Sequence) -> Sequence:
@@ -53,8 +65,8 @@ def test_only_the_transitions_of_its_life_exist() -> None:
 
 
 def test_the_limit_is_that_of_the_request_and_of_the_context() -> None:
-    assert make(max_tokens=8).token_limit == 14
-    assert make(max_tokens=8, capacity=10).token_limit == 10
+    assert make(max_tokens=8).stopping.token_limit == 14
+    assert make(max_tokens=8, capacity=10).stopping.token_limit == 10
 
 
 @pytest.mark.parametrize(("count", "outputs"), [(3, 0), (5, 0), (6, 1)])
@@ -96,10 +108,11 @@ def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
 def test_cells_are_counted_once_however_many_share_them() -> None:
     source, copy = make(), make()
     source.num_computed, copy.num_computed = 6, 4
-    copy.share_cells(source)
-    assert count_cells([source, copy]) == 6
+    layout = UnifiedLayout(LIMITS)
+    copy.segments = layout.share(source, 4)
+    assert layout.count([source, copy]) == 6
     copy.num_computed = 6
-    assert count_cells([source, copy]) == 8 and count_cells([copy]) == 6 and count_cells([]) == 0
+    assert layout.count([source, copy]) == 8 and layout.count([copy]) == 6 and layout.count([]) == 0
 
 
 def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
@@ -109,9 +122,7 @@ def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
     sequence.num_computed = 6
     sequence.cut_to(3)
     assert sequence.segments == [own] and sequence.num_computed == 3
-    other = make()
-    other.num_computed = 3
-    other.share_cells(sequence)
+    sequence.segments[0].shared = True  # the other has a copy
     sequence.cut_to(3)  # what it computes next is not the other's
     assert [segment.begin for segment in sequence.segments] == [0, 3]
     sequence.cut_to(0)
@@ -132,7 +143,7 @@ def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
 def test_tokens_are_appended_until_the_end(
     sampled: bytes | list[int], tokens: bytes, reason: FinishReason | None, kept: int, stop: tuple[str, ...]
 ) -> None:
-    appended = make(max_tokens=3, stop=stop).append(list(sampled), FakeVocabulary())
+    appended = make(max_tokens=3, stop=stop).stopping.append(list(sampled), FakeVocabulary())
     assert (bytes(appended.tokens), appended.reason, appended.kept) == (tokens, reason, kept)
     assert appended.text == (tokens.decode() if stop else None)
 
@@ -140,24 +151,24 @@ def test_tokens_are_appended_until_the_end(
 def test_an_ignored_end_token_is_a_token() -> None:
     for stop in ((), ("xyz",)):
         sequence = make(sampling=SamplingParams(ignore_eos=True), stop=stop)
-        assert sequence.append((END_TOKEN,), FakeVocabulary()).reason is None
+        assert sequence.stopping.append((END_TOKEN,), FakeVocabulary()).reason is None
         assert sequence.tokens[-1] == END_TOKEN
 
 
 def test_a_stop_token_of_the_client_ends_it() -> None:
-    appended = make(stop_token_ids=(98,)).append((97, 98, 99), FakeVocabulary())
+    appended = make(stop_token_ids=(98,)).stopping.append((97, 98, 99), FakeVocabulary())
     assert (appended.tokens, appended.reason, appended.kept) == ((97,), FinishReason.STOP, 1)
 
 
 def test_a_stop_string_ends_it_and_is_not_part_of_the_text() -> None:
-    appended = make(stop=("bc",)).append(tuple(b"abcd"), FakeVocabulary())
+    appended = make(stop=("bc",)).stopping.append(tuple(b"abcd"), FakeVocabulary())
     assert (appended.text, appended.reason, appended.kept) == ("a", FinishReason.STOP, 3)
 
 
 def test_what_a_stop_string_held_back_is_given_at_the_end() -> None:
     sequence = make(max_tokens=2, stop=("bcd",))
-    assert sequence.append((97,), FakeVocabulary()).text == "a"
-    assert sequence.append((98,), FakeVocabulary()).text == "b"
+    assert sequence.stopping.append((97,), FakeVocabulary()).text == "a"
+    assert sequence.stopping.append((98,), FakeVocabulary()).text == "b"
 
 
 @pytest.mark.parametrize(("length", "continues"), [(6, True), (12, True), (13, False)])
@@ -173,7 +184,7 @@ def test_it_continues_while_two_more_tokens_have_room(length: int, continues: bo
 
 @pytest.mark.parametrize(("markers", "text"), [((), "ab"), (("<|x|>",), "a<|x|>b"), (("a", "none"), "ab")])
 def test_control_tokens_are_spelled_for_those_who_ask(markers: tuple[str, ...], text: str) -> None:
-    assert make(markers=markers).detokenize((97, TURN, 98), FakeVocabulary()) == text
+    assert make(markers=markers).stopping.detokenize((97, TURN, 98), FakeVocabulary()) == text
 
 
 def test_no_step_goes_beyond_the_next_checkpoint() -> None:
@@ -186,14 +197,14 @@ def test_no_step_goes_beyond_the_next_checkpoint() -> None:
 
 def test_the_draft_room_leaves_one_token_to_be_sampled() -> None:
     sequence = make(max_tokens=8)
-    assert sequence.draft_room == 7
+    assert sequence.stopping.draft_room == 7
     sequence.tokens += [97] * 7
-    assert sequence.draft_room == 0
-    assert make(prompt_logprobs=1).draft_room == 0
+    assert sequence.stopping.draft_room == 0
+    assert make(prompt_logprobs=1).stopping.draft_room == 0
     waits = make(min_tokens=2)
-    assert waits.draft_room == 0 and not waits.endable
+    assert waits.stopping.draft_room == 0 and not waits.stopping.endable
     waits.tokens += [97, 97]
-    assert waits.endable and waits.draft_room == 5
+    assert waits.stopping.endable and waits.stopping.draft_room == 5
 
 
 class RecordingSampler(FakeSampler):
@@ -214,18 +225,21 @@ class RecordingSampler(FakeSampler):
 def test_what_is_forced_is_told_to_the_sampler_and_what_was_sampled_is_not() -> None:
     limit = ReasoningLimit(budget=2, closing=tuple(b"</>"), inside=True)
     sequence = make(max_tokens=20, reasoning=limit)
-    sequence.sampler = sampler = RecordingSampler()
-    assert sequence.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a") and sampler.accepted == []
-    appended = sequence.append(tuple(b"b"), FakeVocabulary())
+    sequence.stopping.sampler = sampler = RecordingSampler()
+    assert (
+        sequence.stopping.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a")
+        and sampler.accepted == []
+    )
+    appended = sequence.stopping.append(tuple(b"b"), FakeVocabulary())
     assert bytes(appended.tokens) == b"b</>" and appended.kept == 1
     assert bytes(sampler.accepted) == b"</>"
     without = make(max_tokens=20, reasoning=limit)
-    assert bytes(without.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
+    assert bytes(without.stopping.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
 
 
 def test_what_is_resumed_is_skipped_by_the_sampler() -> None:
     sequence = make(generated_prefix=tuple(b"ab"))
-    sequence.sampler = sampler = RecordingSampler()
+    sequence.stopping.sampler = sampler = RecordingSampler()
     sequence.resume(FakeVocabulary())
     assert bytes(sampler.skipped) == b"ab" and bytes(sequence.tokens) == b"promptab"
     ended = make(generated_prefix=(97, END_TOKEN, 98))
@@ -244,9 +258,10 @@ def test_checkpoints_beyond_a_cut_are_gone() -> None:
 def test_a_copy_shares_what_it_has_and_no_more() -> None:
     first, second, third = make(), make(), make()
     first.num_computed = second.num_computed = third.num_computed = 3
-    second.share_cells(first)
+    layout = UnifiedLayout(LIMITS)
+    second.segments = layout.share(first, 3)
     second.num_computed = 5
-    third.share_cells(second)
+    third.segments = layout.share(second, 3)
     assert [segment.begin for segment in third.segments] == [0, 3]
     assert third.segments[0] is first.segments[0] and third.segments[1] is not second.segments[1]
     second.cut_to(4)  # its own cells: the next goes there, too

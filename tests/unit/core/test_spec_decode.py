@@ -11,13 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core.spec_decode import (
-    DraftState,
-    NgramDrafter,
-    NgramIndex,
-    PredictionDrafter,
-    SpecDecodePolicy,
-)
+from cllm.core.drafts import DraftState, NgramDrafter, NgramIndex, PredictionDrafter
+from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import Drafter, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.testing import FakeRunner, expected_text, next_token
-from cllm.types import FinishReason, Request, SamplingParams, Usage
+from cllm.types import FinishReason, Prompt, Request, SamplingParams, Usage
 from tests.driver.engine import StepDriver
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
@@ -139,7 +139,7 @@ def test_an_end_inside_accepted_drafts_leaves_no_draft_behind(stop: int) -> None
     text = expected_text(prompt, 40, ends=False)
     sampling = SamplingParams(ignore_eos=True)
     stopped = Request(
-        id="stopped", prompt=prompt, max_tokens=40, sampling=sampling, stop=(text[stop : stop + 3],)
+        id="stopped", prompt=Prompt(prompt), max_tokens=40, sampling=sampling, stop=(text[stop : stop + 3],)
     )
     driver.submit(stopped)
     driver.run()  # the driver checks that each state in RAM is that of its tokens
@@ -162,11 +162,3 @@ def test_drafts_never_make_a_batch_too_large(batch_tokens: int) -> None:
     driver.check_end()
     drafted = sum(get_usage(driver, name).drafted_tokens for name in driver.requests)
     assert (drafted > 0) == (batch_tokens > 5)
-
-
-def test_memory_that_cannot_be_cut_gets_no_drafts() -> None:
-    driver = StepDriver(FakeRunner(sequences=2, trimmable=False), new_drafter=flawed_drafters(1, 0.0))
-    name = driver.add(b"hello", 40, ignore_eos=True)
-    driver.run()
-    driver.check_end()
-    assert get_usage(driver, name).drafted_tokens == 0

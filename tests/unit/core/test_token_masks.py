@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core.token_masks import ReasoningBudget
+from cllm.core.stopping import ReasoningBudget
 from cllm.testing.fake_runner import END_TOKEN
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit
 from tests.driver.engine import StepDriver

@@ -13,9 +13,9 @@ from cllm.errors import ClientGone, TokenizerBusy
 from cllm.frontend import async_calls
 from cllm.frontend.async_calls import CALLER, Caller, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
-from cllm.workers.messages import Text, TokenizerAnswer, TokenizerTask, TokenizeText
+from cllm.messages import Text, TokenizerAnswer, TokenizerTask, TokenizeTexts
 
-TASK = TokenizeText("hello")
+TASK = TokenizeTexts(("hello",))
 
 
 class Engine:

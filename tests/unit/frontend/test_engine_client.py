@@ -13,11 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cllm.backend.base import StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import (
     ContextLengthExceeded,
-    EngineDied,
     EngineNotReady,
     InvalidRequest,
     ModelFileError,
@@ -25,25 +23,25 @@ from cllm.errors import (
     ShuttingDown,
 )
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
-from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.request_queue import RequestState, Stage
 from cllm.frontend.tenants import Tenant
+from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
-from cllm.workers.engine_worker import ThreadExecutor
-from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
+from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
+from cllm.workers.executor import Receive
 from cllm.workers.supervisor import Backoff
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor, ThreadTokenizer
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
-    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens)
+    return Request(id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens)
 
 
 class ScriptedExecutor:
     """An executor whose engine does what the test says."""
 
-    restartable = True
+    tokenizer = ThreadTokenizer()
 
     def __init__(self) -> None:
         runner = FakeRunner(sequences=2)
@@ -55,10 +53,6 @@ class ScriptedExecutor:
         self.unsendable: dict[str, Exception] = {}  # by request id
         self.stopped = False
         self.receive: Receive | None = None
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.starts += 1
@@ -73,7 +67,7 @@ class ScriptedExecutor:
             raise self.unsendable[command.request.id]
         self.sent.append(command)
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         pass
 
     def stop(self) -> None:
@@ -108,7 +102,7 @@ def executor() -> ScriptedExecutor:
 
 @pytest.fixture
 def engine(executor: ScriptedExecutor) -> Iterator[EngineClient]:
-    engine = EngineClient(executor, queue_size=10)
+    engine = BlockingEngine(executor, queue_size=10)
     engine.start()
     yield engine
     engine.stop()
@@ -146,7 +140,9 @@ def test_a_place_kept_for_a_tenant_that_has_left_is_given_away_in_time(
 
     def ask(name: str) -> None:
         tenant = name.rstrip("0123456789")
-        engine.submit(Request(id=name, prompt=(1,), max_tokens=5, tenant=tenant), BlockingOutputStream)
+        engine.submit(
+            Request(id=name, prompt=Prompt((1,)), max_tokens=5, tenant=tenant), BlockingOutputStream
+        )
 
     ask("left1")
     ask("stays1")
@@ -173,13 +169,12 @@ def percentiles(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
 def test_submitting_and_cancelling_cost_the_same_however_many_wait(
     executor: ScriptedExecutor, tenants: int
 ) -> None:
-    """`python -m tests.soak.waiting` prints the figures; here they have wide margins."""
-    engine = EngineClient(executor, queue_size=100_000)
+    engine = BlockingEngine(executor, queue_size=100_000)
     engine.start()
 
-    def submit(number: int) -> OutputStream:
+    def submit(number: int) -> AsyncOutputStream:
         tenant, timeout_s = f"t{number % tenants}", 1000.0 + number
-        one = Request(id=f"r{number}", prompt=(1,), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
+        one = Request(id=f"r{number}", prompt=Prompt((1,)), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
         return engine.submit(one, BlockingOutputStream)
 
     few, many = 500, 10_000 if tenants > 1 else 14_000
@@ -372,18 +367,6 @@ def test_an_engine_that_keeps_crashing_is_refused_for_and_started_again_for_ever
     assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_an_engine_that_cannot_be_replaced_fails_present_and_later_requests(
-    engine: EngineClient, executor: ScriptedExecutor
-) -> None:
-    stream = engine.submit(request("r0"), BlockingOutputStream)
-    executor.restartable = False
-    executor.die()
-    assert engine.health is Health.FAILED and executor.starts == 1
-    assert read(stream).finish_reason is FinishReason.ERROR
-    with pytest.raises(EngineDied):
-        engine.submit(request("later"), BlockingOutputStream)
-
-
 def test_an_answer_that_is_an_error_is_no_progress(engine: EngineClient, executor: ScriptedExecutor) -> None:
     """Was: an engine that gave each request an error before it died was restarted without any delay."""
     for number in range(Backoff.MAX_IN_A_ROW + 1):
@@ -444,10 +427,10 @@ def test_the_reason_why_a_model_does_not_load_reaches_every_waiter() -> None:
     def no_model(_: object) -> FakeRunner:
         raise ModelFileError("no such file")
 
-    engine = EngineClient(ThreadExecutor(no_model, EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(no_model, EngineConfig()))
     engine.start()
     with pytest.raises(ModelFileError, match="no such file"):
-        engine.wait_ready(5)
+        engine.loaded.result(5)
     engine.stop()
 
 
@@ -471,9 +454,9 @@ def test_stopping_ends_every_request_exactly_once(engine: EngineClient, executor
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
-    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
+    engine = BlockingEngine(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
     engine.start()
-    engine.wait_ready(5)
+    engine.loaded.result(5)
 
     def client(number: int) -> None:
         for turn in range(5):
@@ -485,16 +468,6 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
         list(pool.map(client, range(20)))
     snapshot = engine.inspect().result(5)
     assert (snapshot.leases, snapshot.cells_used, snapshot.leased_total) == ((), 0, 100)
-    engine.stop()
-
-
-def test_a_dying_thread_engine_ends_its_requests() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
-    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
-    engine.start()
-    engine.wait_ready(5)
-    stream = engine.submit(request("r0"), BlockingOutputStream)
-    assert read(stream).finish_reason is FinishReason.ERROR
     engine.stop()
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import (
     DeadlineExceeded,
     EngineNotReady,
@@ -24,14 +24,15 @@ from cllm.errors import (
 )
 from cllm.frontend import served_model
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, Lease
+from cllm.frontend.engine_registry import EngineRegistry, ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
+from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
-from cllm.types import Health, Request
-from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Command, Died, Ready
+from cllm.types import Health, Prompt, Request
+from cllm.workers.executor import Receive
+from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 
 SIZES = {"ant": 40, "bee": 50, "cat": 30, "dog": 30, "elk": 120}  # the last one never fits
@@ -42,7 +43,7 @@ Result = TypeVar("Result")
 class InstantExecutor:
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
-    restartable = True
+    tokenizer = ThreadTokenizer()
 
     def __init__(self, failure: str, stopped: Callable[[], None]) -> None:
         runner = FakeRunner(sequences=2)
@@ -50,17 +51,13 @@ class InstantExecutor:
         self._stopped = stopped
         self.running = False
 
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
-
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.running = True
         receive(self._report)
 
     def send(self, command: Command) -> None: ...
 
-    def end_tasks(self) -> None: ...
+    def end_tasks(self, why: str) -> None: ...
 
     def stop(self) -> None:
         if self.running:
@@ -85,16 +82,16 @@ class FakeLoader:
         serving: EngineConfig | None = None,
         file: str = "",
         rooms: Sequence[Memory] = (),
-    ) -> Prepared:
+    ) -> PreparedModel:
         self.prepared.append((model.name, [dict(room) for room in rooms]))
         if self.failures.get(model.name) == "file":
             raise ModelFileError("it is truncated")
-        return Prepared(config=EngineConfig(alias=model.name), memory={"host": SIZES[model.name]})
+        return PreparedModel(config=EngineConfig(alias=model.name), memory={"host": SIZES[model.name]})
 
-    def is_current(self, prepared: Prepared) -> bool:
+    def is_current(self, prepared: PreparedModel) -> bool:
         return True
 
-    def make(self, prepared: Prepared) -> EngineClient:
+    def make(self, prepared: PreparedModel) -> EngineClient:
         name = prepared.config.alias
 
         def stopped() -> None:
@@ -132,7 +129,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
-async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> Lease:
+async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> ModelLease:
     return await registry.use(registry.find(name), timeout_s)
 
 
@@ -345,7 +342,7 @@ def test_tenants_have_one_account_over_all_models() -> None:
         registry = make_registry(loader)
         ant, bee = await use(registry, "ant"), await use(registry, "bee")
         for number, lease in enumerate((ant, bee)):
-            request = Request(id=str(number), prompt=(1, 2, 3), max_tokens=4, tenant="ann")
+            request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
             lease.engine.submit(request, AsyncOutputStream)
         tenant = registry.default.engine.tenants.find("ann")  # type: ignore[union-attr]
         assert tenant.running == 2 and tenant.virtual == 6
@@ -383,8 +380,8 @@ class RegistryMachine(RuleBasedStateMachine):
         self.loader = FakeLoader()
         self.loader.on_stop = self.check_eviction
         self.registry = make_registry(self.loader)
-        self.pending: list[asyncio.Task[Lease]] = []
-        self.leases: list[Lease] = []
+        self.pending: list[asyncio.Task[ModelLease]] = []
+        self.leases: list[ModelLease] = []
         self.order: list[str] = []  # names by last use
         self.used_at: dict[str, float] = {}  # as of the last `settle`
 
@@ -403,7 +400,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         self.loop.run_until_complete(settle())
-        leases: list[Lease] = []
+        leases: list[ModelLease] = []
         for task in [task for task in self.pending if task.done()]:
             self.pending.remove(task)
             if task.cancelled():

@@ -10,7 +10,7 @@ import pytest
 
 from cllm.frontend.history import COLUMNS, History, quantile_ms
 from cllm.frontend.metrics import EngineMetrics
-from cllm.workers.messages import StepStats
+from cllm.messages import StepStats
 
 
 def read(row: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Metrics: our histogram equals prometheus_client's own, and deprecated names go on."""
+"""Metrics: our histogram equals prometheus_client's own, and what is counted by source and replica."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
-from cllm.deprecated import METRICS
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
-from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.messages import ClusterReport, ReplicaStatus, StepStats
+from cllm.frontend.metrics import EngineMetrics, LatencyCurve, PlainHistogram, RequestLog
+from cllm.messages import ClusterReport, ReplicaStatus
+from cllm.types import Failure, FinishReason, Prompt, Request, RequestOutput, Usage
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 BOUNDS = (0.005, 0.1, 1, 30)
@@ -34,28 +31,9 @@ def test_the_exposition_is_the_same(values: list[float]) -> None:
     assert generate_latest(ours).splitlines() == expected
 
 
-def test_deprecated_names_show_the_same_values() -> None:
-    metrics = EngineMetrics()
-    metrics.step(StepStats(preemptions=3, swap_ins=2, swapped_bytes=7, transfer_s=0.5))
-    samples = {
-        sample.name: (sample.value, family.type)
-        for family in text_string_to_metric_families(metrics.render().decode())
-        for sample in family.samples
-    }
-    assert samples["cllm_parks_total"] == samples["cllm_preemptions_total"] == (3, "counter")
-    assert samples["cllm_resumes_total"] == (2, "counter")
-    assert samples["cllm_parked_ram_bytes"] == samples["cllm_swapped_ram_bytes"] == (7, "gauge")
-    for old, new in METRICS.items():
-        values = [
-            {value for name, value in samples.items() if name in (base, f"{base}_total")}
-            for base in (old, new)
-        ]
-        assert values[0] == values[1] and values[0], old
-
-
 def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> None:
-    old, new = EngineClient(ScriptedExecutor()), EngineClient(ScriptedExecutor())
-    new.submit(Request(id="r0", prompt=(1, 2, 3), max_tokens=1), BlockingOutputStream)
+    old, new = BlockingEngine(ScriptedExecutor()), BlockingEngine(ScriptedExecutor())
+    new.submit(Request(id="r0", prompt=Prompt((1, 2, 3)), max_tokens=1), BlockingOutputStream)
     assert old.metrics.registry.get_sample_value("cllm_queue_requests") == 0
     new.use_metrics(old.metrics)
     assert new.metrics is old.metrics
@@ -95,8 +73,12 @@ def test_cached_tokens_are_counted_by_their_source() -> None:
     ("cached", "source", "said"),
     [(0, "", "90 prompt tokens (0 cached), "), (80, "disk", "90 prompt tokens (80 cached from disk), ")],
 )
-def test_the_end_of_a_request_says_what_was_cached(cached: int, source: str, said: str) -> None:
-    assert said in describe_end(*ended(cached, source))
+def test_the_end_of_a_request_is_logged_with_what_was_cached(
+    cached: int, source: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "cllm.frontend.metrics"):
+        EngineMetrics().ended(*ended(cached, source))
+    assert said in caplog.text
 
 
 def test_replicas_of_a_cluster_have_their_label() -> None:
@@ -107,3 +89,59 @@ def test_replicas_of_a_cluster_have_their_label() -> None:
     assert 'cllm_replica_ready{replica="a"} 1.0' in text
     assert 'cllm_replica_cells_used{replica="a"} 7.0' in text
     assert "cllm_requests_moved_total 3.0" in text
+
+
+# Request log -----------------------------------------------------------------------------------------
+
+
+def state(**changes: Any) -> Any:
+    times = {"arrived": 10.0, "dispatched": 10.5, "first_token": 11.0, "last_token": 12.0}
+    return SimpleNamespace(**{**times, "generated": 5, "tenant": SimpleNamespace(name="ann"), **changes})
+
+
+def output(**changes: Any) -> RequestOutput:
+    usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3)
+    fields = {"request_id": "chatcmpl-0123456789", "finish_reason": FinishReason.STOP, "usage": usage}
+    return RequestOutput(**{**fields, **changes})
+
+
+def test_a_record_has_times_and_counts() -> None:
+    log = RequestLog()
+    log.add(state(), output(), now=12.5)
+    (record,) = log.records
+    assert (record.number, record.id, record.tenant, record.outcome) == (1, "23456789", "ann", "stop")
+    assert (record.queue_ms, record.first_ms, record.gap_ms, record.total_ms) == (500, 1000, 250, 2500)
+    assert (record.prompt, record.cached, record.generated) == (7, 3, 5)
+    assert log.curve.points[0].figures() == (1000, 1000, 250, 250)
+
+
+def test_a_request_without_a_token_is_in_the_log_and_not_in_the_curve() -> None:
+    log = RequestLog()
+    failed = output(finish_reason=FinishReason.ERROR, error=Failure("engine_died", "it died"))
+    log.add(state(dispatched=None, first_token=None, last_token=None, generated=0), failed, now=11.0)
+    log.add(state(last_token=11.0, generated=1), output(), now=11.0)
+    assert [record.outcome for record in log.records] == ["engine_died", "stop"]
+    assert (log.records[0].first_ms, log.records[0].queue_ms) == (None, 1000)
+    assert log.curve.count == 1 and log.curve.points[0].figures() == (1000, 1000, None, None)
+
+
+def test_the_log_is_bounded() -> None:
+    log = RequestLog()
+    for _ in range(250):
+        log.add(state(), output(), now=12.5)
+    assert [log.records[0].number, log.records[-1].number, log.count] == [151, 250, 250]
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 1024, 1025, 20_000])
+def test_the_curve_holds_every_request_in_few_points(count: int) -> None:
+    curve = LatencyCurve()
+    for number in range(count):
+        curve.add(float(number), float(number) if number % 2 else None)
+    assert len(curve.points) <= curve.MAX_POINTS and curve.count == count
+    assert len(curve.points) == -(-count // curve.width)
+    assert sum(point.first_count for point in curve.points) == count
+    assert sum(point.first_sum for point in curve.points) == sum(range(count))
+    assert curve.points[-1].first_max == count - 1
+    assert sum(point.gap_count for point in curve.points) == count // 2
+    begin = curve.points[0].figures()
+    assert begin[0] == pytest.approx((min(curve.width, count) - 1) / 2, abs=0.5)

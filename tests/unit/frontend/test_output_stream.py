@@ -10,8 +10,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
+from tests.driver.thread_engine import BlockingOutputStream
 
 
 def delta(text: str, reason: FinishReason | None = None) -> RequestOutput:
@@ -135,14 +136,3 @@ def test_what_is_unread_takes_the_memory_that_is_counted(
     assert read.tokens == tuple(token for each in made for token in each.tokens)
     assert read.logprobs == tuple(entry for each in made for entry in each.logprobs)
     assert stream.unread_bytes == 0
-
-
-def test_a_stream_is_overfull_when_its_limit_is_taken_and_not_before() -> None:
-    stream = AsyncOutputStream("r")
-    stream.unread_limit = 100_000
-    for number in range(11_000):
-        stream.push(plain(number))
-    assert 90_000 < stream.unread_bytes < stream.unread_limit and not stream.overfull
-    for number in range(2000):
-        stream.push(plain(number))
-    assert stream.overfull

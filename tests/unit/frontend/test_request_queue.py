@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RateLimited
-from cllm.frontend import request_queue, request_state, tenants
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream, OutputStream
-from cllm.frontend.request_queue import FairQueue, RequestQueue
-from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend import request_queue, tenants
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
-from cllm.types import EmbedLimits, Limits, Request, RequestOutput, TenantLimits
+from cllm.types import EmbedLimits, Limits, Prompt, Request, RequestOutput, TenantLimits
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last
 
 
@@ -34,14 +33,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (request_queue, request_state, tenants):
+    for module in (request_queue, tenants):
         monkeypatch.setattr(module, "time", clock)
     return clock
-
-
-class Silent(OutputStream):
-    def _wake(self) -> None:
-        pass
 
 
 def limits(sequences: int = 4, *, cells: int = 100_000, unified: bool = False) -> Limits:
@@ -70,13 +64,13 @@ class Line:
         prompt = (1,) * tokens
         request = Request(
             id=name,
-            prompt=() if embed else prompt,
+            prompt=Prompt(() if embed else prompt),
             max_tokens=100,
             tenant=tenant,
             priority=priority,
             embed=(prompt,) if embed else (),
         )
-        return self.queue.admit(request, Silent(name), self.limits)
+        return self.queue.admit(request, AsyncOutputStream(name), self.limits)
 
     def crash(self) -> None:
         lost, _ = self.queue.requeue_after_crash()
@@ -91,7 +85,7 @@ class Line:
 
     def generate(self, one: RequestState, tokens: int, now: float) -> None:
         if tokens:
-            one.add(RequestOutput(request_id=one.request.id, tokens=(1,) * tokens), now)
+            one.add_tokens(RequestOutput(request_id=one.request.id, tokens=(1,) * tokens))
         one.tenant.charge(tokens, now)
 
     def finish(self, one: RequestState, generated: int = 0) -> None:
@@ -360,7 +354,7 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
         else:
             for tenant in source.sample(list(tenants._tenants.values()), k=min(2, len(tenants._tenants))):
                 tenant.charge(source.choice([0, 1, 7, 50]), 0.0)
-            kept = {tenant: source.randint(1, 2) for tenant in tenants._active if source.random() < 0.2}
+            kept = {tenant: source.randint(1, 2) for tenant in tenants.active if source.random() < 0.2}
             free = source.randint(1, 3)
             expected = search(waiting, tenants.start_tag, free, kept)
             found = queue.pop(max(each.arrived for each in waiting), free, kept)
@@ -453,15 +447,15 @@ def test_two_suspects_of_either_kind_run_one_after_the_other(clock: Clock) -> No
 
 def test_cancelling_a_suspect_that_waits_lets_the_others_go() -> None:
     executor = ScriptedExecutor()
-    engine = EngineClient(executor)
+    engine = BlockingEngine(executor)
     engine.start()
     for name in ("suspect", "other"):
-        engine.submit(Request(id=name, prompt=(1,), max_tokens=5), BlockingOutputStream)
+        engine.submit(Request(id=name, prompt=Prompt((1,)), max_tokens=5), BlockingOutputStream)
     for _ in range(2):
         engine._backoff.progress()
         executor.die()
     assert executor.submitted() == ["suspect"], "each alone"
-    late = engine.submit(Request(id="late", prompt=(1,), max_tokens=5), BlockingOutputStream)
+    late = engine.submit(Request(id="late", prompt=Prompt((1,)), max_tokens=5), BlockingOutputStream)
     engine.cancel("other")
     executor.say(last("suspect"))
     assert executor.submitted() == ["suspect", "late"] and not late.finished
@@ -486,10 +480,10 @@ def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:
 def test_without_limits_nothing_is_refused_and_nothing_times_out(clock: Clock) -> None:
     queue = RequestQueue(3)
     for number in range(3):
-        request = Request(id=str(number), prompt=(1,) * 1000, max_tokens=1)
-        assert queue.admit(request, Silent(request.id), None).timeout_s is None
+        request = Request(id=str(number), prompt=Prompt((1,) * 1000), max_tokens=1)
+        assert queue.admit(request, AsyncOutputStream(request.id), None).timeout_s is None
     with pytest.raises(QueueFull):
-        queue.admit(Request(id="more", prompt=(1,), max_tokens=1), Silent("more"), None)
+        queue.admit(Request(id="more", prompt=Prompt((1,)), max_tokens=1), AsyncOutputStream("more"), None)
 
 
 def test_a_request_is_charged_for_its_prompt_once_however_often_it_is_sent(clock: Clock) -> None:
@@ -509,8 +503,8 @@ def test_an_input_to_embed_may_have_as_many_tokens_as_the_model_takes(clock: Clo
     line.ask(tokens=512, embed=True)
     with pytest.raises(ContextLengthExceeded):
         line.ask(tokens=513, embed=True)
-    unknown = Request(id="early", prompt=(), max_tokens=0, embed=((1,) * 513,))
-    line.queue.admit(unknown, Silent("early"), None)  # the engine has not said its limits yet
+    unknown = Request(id="early", prompt=Prompt(()), max_tokens=0, embed=((1,) * 513,))
+    line.queue.admit(unknown, AsyncOutputStream("early"), None)  # the engine has not said its limits yet
 
 
 def test_a_full_unified_kv_gets_no_more(clock: Clock) -> None:

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.errors import QueueFull, RateLimited
-from cllm.frontend import request_queue, request_state, tenants
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, window
-from cllm.frontend.request_state import Stage
+from cllm.frontend import request_queue, tenants
+from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, Stage
 from cllm.frontend.tenants import Tenant
-from cllm.types import Request, TenantLimits
+from cllm.types import Prompt, Request, TenantLimits
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 from tests.unit.frontend.test_request_queue import Clock, Line
@@ -33,7 +31,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.executor = ScriptedExecutor()
-        self.engine = EngineClient(self.executor, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
+        self.engine = BlockingEngine(self.executor, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
         self.engine.tenants.register(TENANTS)
         self.engine.start()
         self.streams: dict[str, BlockingOutputStream] = {}
@@ -49,7 +47,7 @@ class QueueMachine(RuleBasedStateMachine):
         name = f"r{len(self.streams)}"
         request = Request(
             id=name,
-            prompt=(1,) * tokens,
+            prompt=Prompt((1,) * tokens),
             max_tokens=10,
             tenant=tenant,
             priority=priority,
@@ -93,7 +91,7 @@ class QueueMachine(RuleBasedStateMachine):
         state = self.engine._queue.states.get(f"r{number % len(self.streams)}")
         if state is not None and state.request.timeout_s is not None:
             cancelled = state.cancelled
-            self.engine._timer_fired(state.request.id)
+            self.engine._time_out(state)
             assert cancelled or state.stage is Stage.DONE
 
     @precondition(lambda self: self.engine._backoff.count == 0)
@@ -113,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
         queued = [each for each in states if each.stage is Stage.QUEUED]
         replayed = [each for each in queued if each.crashes]
         assert len(queued) - len(replayed) <= QUEUE_SIZE
-        assert len(states) - len(queued) <= window(SEQUENCES)
+        assert len(states) - len(queued) <= SEQUENCES + 2
         assert self.living()["few"] <= 3
         queue = self.engine._queue
         assert queue.waiting == (len(queued), sum(len(each.request.prompt) for each in queued))
@@ -149,7 +147,7 @@ class TimedQueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        for module in (request_queue, request_state, tenants):
+        for module in (request_queue, tenants):
             self.patch.setattr(module, "time", self.clock)
         self.line = Line(sequences=3)
         self.line.queue.tenants.register(TENANTS)

@@ -10,15 +10,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.frontend.request_state import Stage
+from cllm.frontend.request_queue import Stage
+from cllm.messages import Command, Died, Report, StepReport, Submit
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Command, Died, Report, StepReport, Submit
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+from cllm.workers.executor import Receive
 from tests.driver.engine import Answer, StepDriver
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadTokenizer
 from tests.profiles import examples
 
 SETTINGS: dict[str, Any] = {"cells": 70, "unified": True, "sequences": 3}  # so few that some are preempted
@@ -56,22 +63,18 @@ def undisturbed(kind: int, prompt: int) -> Answer:
 
 def make_request(name: str, kind: int, prompt: int) -> Request:
     fields = {"timeout_s": 3600.0, "max_tokens": 24, **FIELDS[kind]}
-    return Request(id=name, prompt=tuple(b"prompt %d" % prompt), **fields)
+    return Request(id=name, prompt=Prompt(tuple(b"prompt %d" % prompt)), **fields)
 
 
 class SteppedExecutor:
     """An executor whose engine computes a step when the test says so, and dies when it says so."""
 
-    restartable = True
+    tokenizer = ThreadTokenizer()
 
     def __init__(self) -> None:
         self.driver: StepDriver | None = None
         self.receive: Receive | None = None
         self.mute = False  # what is computed is lost
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        raise NotImplementedError
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.driver = make_driver()
@@ -100,7 +103,7 @@ class SteppedExecutor:
         assert self.receive is not None
         self.receive(Died("engine_died", "killed by the test"))
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         pass
 
     def stop(self) -> None:
@@ -113,7 +116,7 @@ class ResumeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.executor = SteppedExecutor()
-        self.engine = EngineClient(self.executor)
+        self.engine = BlockingEngine(self.executor)
         self.engine.start()
         self.streams: dict[str, BlockingOutputStream] = {}
         self.expected: dict[str, Answer] = {}
@@ -162,13 +165,13 @@ class ResumeMachine(RuleBasedStateMachine):
     def time_is_up(self, number: int) -> None:
         name = self.living()[number % len(self.living())]
         self.ended.add(name)
-        self.engine._timer_fired(name)
+        self.engine._time_out(self.engine._queue.states[name])
 
     @invariant()
     def what_is_read_is_the_undisturbed_answer(self) -> None:
         for name, stream in self.streams.items():
             while stream._newest is not None:
-                self._check(name, stream._take())
+                self._check(name, stream.take())
 
     def _check(self, name: str, output: RequestOutput) -> None:
         answer, expected = self.answers[name], self.expected[name]

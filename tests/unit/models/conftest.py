@@ -36,7 +36,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
-    monkeypatch.setattr("cllm.models.catalog.cache_directory", lambda: tmp_path / "cllm")
+    monkeypatch.setattr("cllm.models.store.cache_directory", lambda: tmp_path / "cllm")
     return tmp_path
 
 

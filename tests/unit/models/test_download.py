@@ -9,24 +9,23 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from cllm.errors import HubError
-from cllm.models.download import Download, Patience, RateLimit, describe_disk, has_hash
-from cllm.models.files import HubFile
+from cllm.models import download as module
+from cllm.models.download import BLOCK, Download, Journal, RateLimit, describe_disk, has_hash
+from cllm.models.files import HubFile, HubReference
 from cllm.models.hub import make_hub
-from cllm.models.journal import BLOCK
-from cllm.models.reference import HubReference
-from cllm.models.store import Place
+from cllm.models.store import DownloadPaths
 from tests.driver.hub import COMMIT, FakeHub
 
 REPO, NAME = "Example/Big", "big-Q8_0.gguf"
-QUICK = Patience(timeout_s=0.3, attempts=4, backoff_s=0.01)
 CONNECTIONS = 4
 KILLS = 50
 KILLED_BYTES = 8 << 20
@@ -38,27 +37,44 @@ def make_file(data: bytes) -> HubFile:
     return HubFile(NAME, len(data), hashlib.sha256(data).hexdigest())
 
 
-def make_place(folder: Path) -> Place:
-    return Place(folder / "x.cllm.incomplete", folder / "x", folder / "x.lock")
+def make_place(folder: Path) -> DownloadPaths:
+    return DownloadPaths(folder / "x.cllm.incomplete", folder / "x", folder / "x.lock")
 
 
 @contextmanager
 def downloading(folder: Path, data: bytes, limit: RateLimit | None = None) -> Iterator[Download]:
     with make_hub(HubReference("hf", REPO)) as hub:
         url = hub.file_url(COMMIT, NAME)
-        with Download(hub, url, make_file(data), make_place(folder), patience=QUICK, limit=limit) as download:
+        with Download(hub, url, make_file(data), make_place(folder), limit=limit) as download:
             yield download
+
+
+class ByteCounter(RateLimit):
+    """Counts the bytes that come over the network, and limits nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.count, self._counting = 0, threading.Lock()
+
+    def wait(self, count: int) -> None:
+        with self._counting:
+            self.count += count
 
 
 def fetch(folder: Path, data: bytes) -> int:
     """Download the file whole; returns the bytes that came over the network."""
-    with downloading(folder, data) as download:
-        download.finish(download.fetch())
-        return download.received
+    received = ByteCounter()
+    with downloading(folder, data, received) as download:
+        download.fetch()
+        download.finish()
+    return received.count
 
 
 @pytest.fixture
-def data(hub: FakeHub) -> bytes:
+def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The file, from a hub that is not waited for long."""
+    for name, value in {"TIMEOUT_S": 0.3, "ATTEMPTS": 4, "BACKOFF_S": 0.01}.items():
+        monkeypatch.setattr(module, name, value)
     return hub.repos[REPO][NAME]
 
 
@@ -92,7 +108,8 @@ def test_an_address_that_expires_is_asked_for_again(hub: FakeHub, tmp_path: Path
         download.fetch(BLOCK)
         before = len([asked for asked in hub.requests if asked.host == "hub"])
         hub.faults["expired"] = 1
-        download.finish(download.fetch())
+        download.fetch()
+        download.finish()
     assert len([asked for asked in hub.requests if asked.host == "hub"]) > before
     assert (tmp_path / "x").read_bytes() == data
 
@@ -145,7 +162,8 @@ def test_the_beginning_is_not_fetched_again(hub: FakeHub, tmp_path: Path, data: 
         download.fetch(2 * BLOCK)
         assert download.done == 2 * BLOCK == hub.sent
         assert download.read(2 * BLOCK) == data[: 2 * BLOCK] and download.read(2 * BLOCK + 1) is None
-        download.finish(download.fetch())
+        download.fetch()
+        download.finish()
     assert hub.sent == len(data)
 
 
@@ -173,10 +191,9 @@ FORKS = """
 import json, mmap, os, sys, threading
 from pathlib import Path
 from cllm.models.download import Download
-from cllm.models.files import HubFile
+from cllm.models.files import HubFile, HubReference
 from cllm.models.hub import make_hub
-from cllm.models.reference import HubReference
-from cllm.models.store import Place
+from cllm.models.store import DownloadPaths
 make_hub(HubReference("hf", "Example/Big"))
 url, folder, size, digest = json.loads(sys.stdin.readline())
 folder = Path(folder)
@@ -192,9 +209,10 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         with make_hub(HubReference("hf", "Example/Big")) as hub:
-            place = Place(folder / "x.cllm.incomplete", folder / "x", folder / "x.lock")
+            place = DownloadPaths(folder / "x.cllm.incomplete", folder / "x", folder / "x.lock")
             with Download(hub, url, HubFile("big-Q8_0.gguf", size, digest), place) as download:
-                download.finish(download.fetch())
+                download.fetch()
+                download.finish()
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -241,3 +259,73 @@ def count_bytes(received: Path) -> int:
 
 def count_blocks(journal: Path) -> int:
     return len(journal.read_bytes()[512:].replace(b"\0", b"")) if journal.exists() else 0
+
+
+# The journal --------------------------------------------------------------------------------------
+
+SIZE = 3 * BLOCK + 5
+OpenJournal = Callable[..., Journal]
+
+
+@pytest.fixture
+def open_journal(tmp_path: Path) -> Iterator[OpenJournal]:
+    """Opens journals of the same file; the one before is left as it is, as after kill -9."""
+    with ExitStack() as stack:
+
+        def make(etag: str = "e", size: int = SIZE) -> Journal:
+            journal = Journal(tmp_path / "x.journal", tmp_path / "x.part", etag, size)
+            stack.callback(journal.close)
+            return journal
+
+        yield make
+
+
+def written(journal: Journal) -> list[bool]:
+    return [journal.is_written(block) for block in range(journal.count)]
+
+
+def test_marks_survive_without_being_closed(open_journal: OpenJournal, tmp_path: Path) -> None:
+    first = open_journal()
+    first.mark(1)
+    first.mark(3)
+    again = open_journal()
+    assert written(again) == [False, True, False, True]
+    assert again.missing_bytes == 2 * BLOCK and again.span(3) == (3 * BLOCK, SIZE)
+    assert (tmp_path / "x.part").stat().st_size == SIZE
+
+
+def test_after_a_crash_only_what_was_synced_counts(
+    open_journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_journal()
+    first.mark(0)
+    first.sync()
+    first.mark(1)
+    monkeypatch.setattr(module, "boot_id", lambda: "the next boot")
+    assert written(open_journal()) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("change", ["etag", "size", "part is gone", "journal is damaged"])
+def test_what_does_not_match_begins_again(open_journal: OpenJournal, tmp_path: Path, change: str) -> None:
+    first = open_journal()
+    (tmp_path / "x.part").write_bytes(b"\1" * SIZE)
+    first.mark(0)
+    if change == "part is gone":
+        (tmp_path / "x.part").unlink()
+    if change == "journal is damaged":
+        (tmp_path / "x.journal").write_bytes(b"{")
+    again = open_journal("f" if change == "etag" else "e", SIZE + (change == "size"))
+    assert not any(written(again))
+    assert not any((tmp_path / "x.part").read_bytes())
+
+
+def test_a_late_mark_is_ignored(open_journal: OpenJournal, tmp_path: Path) -> None:
+    journal = open_journal()
+    journal.close()
+    journal.mark(0)
+    assert not any(written(open_journal()))
+
+
+def test_an_empty_file_has_no_blocks(open_journal: OpenJournal, tmp_path: Path) -> None:
+    journal = open_journal(size=0)
+    assert journal.count == 0 and journal.missing_bytes == 0

@@ -32,7 +32,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contexts_by_the_number_of_requests(header: GgufHeader, available: None) -> None:
     found = ModelFit(header)
     assert found.fits and found.describe().startswith("fits: 8 requests at a time, up to 4096 tokens each")
-    assert [tuple(context) for context in found.contexts()] == [(1, 4096), (2, 4096), (4, 4096), (8, 4096)]
+    assert found.contexts() == [(1, 4096), (2, 4096), (4, 4096), (8, 4096)]
 
 
 def test_the_largest_quantisation_that_fits_is_suggested(header: GgufHeader, available: None) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from cllm.errors import HubError
 from cllm.models import hub as module
+from cllm.models.files import HubReference
 from cllm.models.hub import make_hub
-from cllm.models.reference import HubReference
 from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import REPO
 

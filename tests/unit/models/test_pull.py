@@ -14,11 +14,10 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.errors import ConfigError, HubError, ModelFileError, NotEnoughMemory
 from cllm.models import pull as module
 from cllm.models.download import Download
+from cllm.models.files import HubReference, parse_hub
 from cllm.models.hub import make_hub
 from cllm.models.pull import Pull, PullOptions, ensure, find_model, locked
-from cllm.models.reference import HubReference, parse_hub
-from cllm.models.removal import find_parts
-from cllm.models.store import HfRepository, find_stored, hf_cache
+from cllm.models.store import HfRepository, find_parts, find_stored, hf_cache
 from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import BIG_BYTES, REPO, SPLIT_REPO
 

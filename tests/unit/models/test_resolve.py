@@ -10,9 +10,9 @@ import pytest
 
 from cllm.backend.llama import memory
 from cllm.config import EngineConfig
-from cllm.errors import ModelFileError, NotEnoughMemory
-from cllm.models.resolve import find_by_name, resolve
-from cllm.models.store import hf_cache
+from cllm.errors import LibraryError, ModelFileError, NotEnoughMemory
+from cllm.models.resolve import find_by_name, resolve, resolve_config
+from cllm.models.store import embedded_model, hf_cache
 from tests.driver.hub import FakeHub
 from tests.unit.models.conftest import REPO
 
@@ -32,7 +32,9 @@ def test_a_file_and_a_missing_one(caches: Path) -> None:
     file = caches / "größe 模型.gguf"
     file.touch()
     assert resolve(str(file)) == file
-    assert resolve("./not-here.gguf") == Path("not-here.gguf")  # the header says what is wrong
+    with pytest.raises(ModelFileError, match=r"there is no model file at not-here\.gguf"):
+        resolve("./not-here.gguf")
+    assert resolve("") == embedded_model()
 
 
 def test_a_file_wins_over_a_reference(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +78,26 @@ def test_a_model_that_would_not_fit_is_refused_before_it_is_pulled(
     with monkeypatch.context() as patch:
         patch.setattr(memory, "available_memory", lambda: 10 << 20)
         with pytest.raises(NotEnoughMemory, match="not enough memory: model "):
-            memory.prepare(config)
+            resolve_config(config)
     assert not list(hf_cache().rglob("*.gguf"))
-    ready = memory.prepare(config)
+    ready = memory.prepare(resolve_config(config))
     assert ready.model.endswith("tiny-llama-Q4_K_M.gguf")  # the name of the link, not of its blob
+
+
+def test_drafts_are_resolved_and_a_gpu_that_fails_refuses_no_pull(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def prepare(config: EngineConfig) -> None:
+        checked.append((config.gpu_layers, Path(config.draft_model)))
+        if config.gpu_layers != 0:
+            raise LibraryError("it was ended by SIGABRT")
+
+    monkeypatch.setattr(memory, "prepare", prepare)
+    found = resolve_config(EngineConfig(model=f"hf:{REPO}", draft_model=f"hf:{REPO}:Q8_0", gpu_layers=1))
+    draft = resolve(f"hf:{REPO}:Q8_0")
+    assert checked == [(1, draft), (0, draft)] and found.draft_model == str(draft)
 
 
 def test_an_ambiguous_name_lists_the_candidates(folder: Path) -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cllm.errors import ModelFileError
-from cllm.models.files import HubFile
-from cllm.models.reference import HubReference
-from cllm.models.removal import plan_removal, remove
+from cllm.models import store
+from cllm.models.files import HubFile, HubReference
 from cllm.models.store import (
+    HeaderInfo,
     HfRepository,
     PlainFolder,
     StoredModel,
+    find_incomplete,
+    find_parts,
     find_stored,
+    find_users,
     hf_cache,
     hf_home,
+    list_models,
     make_destination,
     ms_cache,
+    ms_folder,
+    plan_removal,
+    remove,
     scan,
     scan_folder,
 )
@@ -37,7 +46,7 @@ def make_file(path: str, data: bytes) -> HubFile:
 def put(path: str, data: bytes, *, repo: str = REPO, commit: str = COMMIT, revision: str = "") -> Path:
     """Store a file in Hugging Face's cache as a pull does."""
     repository, file = HfRepository(repo, commit, revision), make_file(path, data)
-    blob = repository.place(file).final
+    blob = repository.paths(file).final
     blob.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(data)
     pointer = repository.publish(file)
@@ -146,7 +155,7 @@ def test_modelscopes_cache(caches: Path, layout: str) -> None:
 def test_modelscopes_files_are_stored_in_its_layout(caches: Path) -> None:
     destination = make_destination(HubReference("ms", "User/Repo.v2"), "master")
     assert isinstance(destination, PlainFolder)
-    place = destination.place(HubFile("sub/m.gguf", 1, "0" * 64))
+    place = destination.paths(HubFile("sub/m.gguf", 1, "0" * 64))
     assert place.final == ms_cache() / "models" / "User" / "Repo___v2" / "sub" / "m.gguf"
     assert place.part.name == ".m.gguf.cllm.incomplete"
 
@@ -162,3 +171,99 @@ def test_folders_and_the_embedded_model(caches: Path, monkeypatch: pytest.Monkey
     (embedded,) = (model for model in scan() if model.source == "embedded")
     with pytest.raises(ModelFileError, match="pip uninstall"):
         plan_removal(embedded)
+
+
+def test_a_model_in_two_snapshots_is_listed_once_and_removed_from_both(caches: Path) -> None:
+    put("m-Q8_0.gguf", b"same", commit=OTHER, revision="v1")
+    put("m-Q8_0.gguf", b"same")
+    assert names() == [f"hf:{REPO}:Q8_0"]
+    model = get(f"hf:{REPO}")
+    removal = plan_removal(model)
+    assert removal.freed == 4 and len(removal.paths) == 3
+    remove(model, removal)
+    assert names() == [] and not model.root.exists()
+
+
+def test_what_another_model_uses_stays(caches: Path) -> None:
+    put("m-Q8_0.gguf", b"one")
+    put("copy-Q4_0.gguf", b"one")
+    put("n-Q6_K.gguf", b"three")
+    model = get(f"hf:{REPO}:n-Q6_K.gguf")
+    remove(model, plan_removal(model))
+    assert sorted(names()) == [f"hf:{REPO}:Q4_0", f"hf:{REPO}:Q8_0"]
+    assert get(f"hf:{REPO}:Q4_0").path.read_bytes() == b"one"
+
+
+def test_a_download_that_is_under_way_stays(caches: Path) -> None:
+    put("m-Q8_0.gguf", b"one")
+    model = get(f"hf:{REPO}")
+    part = HfRepository(REPO).paths(make_file("n.gguf", b"two")).part
+    part.write_bytes(b"tw")
+    remove(model, plan_removal(model))
+    assert names() == [] and part.exists()
+
+
+def test_a_process_that_has_a_model_loaded_is_found(caches: Path) -> None:
+    pointer = put("m-Q8_0.gguf", b"data" * 5000)
+    code = "import mmap,sys; f=open(sys.argv[1],'rb'); m=mmap.mmap(f.fileno(),0,access=mmap.ACCESS_READ)"
+    wait = "; f.close(); print('up', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code + wait, str(pointer)]
+    assert find_users([pointer]) == {}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        assert list(find_users([pointer])) == [process.pid]
+        process.stdin.close()
+
+
+def test_what_interrupted_pulls_have_left(caches: Path) -> None:
+    for folder, name in (
+        (HfRepository(REPO).folder / "blobs", "abc"),
+        (ms_folder("User/Repo.v2"), ".m.gguf"),
+    ):
+        folder.mkdir(parents=True)
+        (folder / f"{name}.cllm.incomplete").write_bytes(bytes(8192))
+    assert find_incomplete() == {f"hf:{REPO}": (8192, 8192), "ms:User/Repo.v2": (8192, 8192)}
+    assert find_parts(HubReference("ms", "User/Repo.v2")).freed == 8192
+
+
+@pytest.fixture
+def listed(caches: Path, tiny: dict[str, bytes]) -> Path:
+    folder = caches / "models"
+    folder.mkdir()
+    (folder / "a-Q4_0.gguf").write_bytes(tiny["tiny-llama-Q4_K_M.gguf"])
+    (folder / "broken-Q4_0.gguf").write_bytes(b"GGUF")
+    return folder
+
+
+def test_the_list_has_what_the_headers_say(listed: Path) -> None:
+    found = {entry.model.stem: entry for entry in list_models(str(listed))}
+    header = found["a-Q4_0"].header
+    assert header is not None and header.architecture == "llama" and header.chat_template
+    assert header.context == 4096
+    assert found["broken-Q4_0"].header is None
+
+
+def test_headers_are_read_again_only_when_a_file_changes(
+    listed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = list_models(str(listed))
+    (listed / "broken-Q4_0.gguf").unlink()
+    read: list[Path] = []
+    real = store._read_header
+
+    def read_header(path: Path, size: int, changed: int) -> HeaderInfo:
+        read.append(path)
+        return real(path, size, changed)
+
+    monkeypatch.setattr(store, "_read_header", read_header)
+    assert list_models(str(listed))[0] == before[0] and read == []
+    os.utime(listed / "a-Q4_0.gguf", ns=(1, 1))
+    list_models(str(listed))
+    assert read == [listed / "a-Q4_0.gguf"]
+
+
+def test_a_damaged_memory_is_made_again(listed: Path, caches: Path) -> None:
+    list_models(str(listed))
+    (caches / "cllm" / "models.json").write_text("{]")
+    assert list_models(str(listed))[0].header is not None

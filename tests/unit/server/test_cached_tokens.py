@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
-from cllm.server.protocol.completions import make_usage
-from cllm.server.protocol.llama import LlamaCompletionBody
-from cllm.server.protocol.responses import ResponsesBody, echo
-from cllm.server.routes.llama_completion import Completions, LimitedStream
-from cllm.server.routes.messages import MessageRenderer
-from cllm.server.routes.responses import ResponseRenderer
-from cllm.types import FinishReason, Request, RequestOutput, Usage
+from cllm.chat.reply import ReplyBuilder
+from cllm.server.dialects.anthropic import MessageRenderer
+from cllm.server.dialects.llama_body import LlamaCompletionBody
+from cllm.server.dialects.llama_server import Completions, LimitedStream
+from cllm.server.dialects.openai.completions import make_usage
+from cllm.server.dialects.responses import ResponseRenderer, echo
+from cllm.server.dialects.responses_body import ResponsesBody
+from cllm.types import FinishReason, Prompt, Request, RequestOutput, Usage
 
 USAGE = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=80, cached_from="ram")
 LAST = RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH, usage=USAGE)
@@ -36,21 +37,21 @@ def test_of_several_choices_the_one_that_had_least_counts() -> None:
 
 
 def test_a_response_says_where_cached_tokens_came_from() -> None:
-    body = ResponsesBody.model_validate({"input": "x"})
-    response = plain(ResponseRenderer("resp_1", echo(body, "m"), None).whole([([], LAST)]))
+    body = ResponsesBody.parse({"input": "x"})
+    response = plain(ResponseRenderer(ReplyBuilder(outputs=[LAST]), "resp_1", echo(body, "m")).whole())
     details = response["usage"]["input_tokens_details"]
     assert (details["cached_tokens"], details["cached_from"]) == (80, "ram")
 
 
 def test_a_message_counts_cached_tokens_apart() -> None:
-    usage = plain(MessageRenderer("msg_1", "m", 90).whole([([], LAST)]))["usage"]
+    usage = plain(MessageRenderer(ReplyBuilder(outputs=[LAST]), "msg_1", "m", 90).whole())["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (10, 80)
 
 
 def test_the_timings_of_a_completion_say_where_cached_tokens_came_from() -> None:
     async def complete() -> dict[str, Any]:
-        body = LlamaCompletionBody.model_validate({"prompt": "x"})
-        request = Request(id="r", prompt=(), max_tokens=4)
+        body = LlamaCompletionBody.parse({"prompt": "x"})
+        request = Request(id="r", prompt=Prompt(()), max_tokens=4)
         call = Completions(body, request, "m", 100, [((), "x")])
         return plain(call.whole(0, LimitedStream("r"), [LAST]))
 

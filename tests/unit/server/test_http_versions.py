@@ -13,7 +13,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
-from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
+from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
+from cllm.server.dialects import TABLE
 from cllm.server.middleware import BodyLimitMiddleware, HeadersMiddleware, TrustedHostMiddleware
 
 HOST = b"Host: localhost\r\n"
@@ -77,11 +78,10 @@ async def serving(app: App) -> AsyncIterator[Connect]:
     def count(code: str) -> None:
         pass
 
-    layers = HeadersMiddleware(
-        TrustedHostMiddleware(BodyLimitMiddleware(app, 1000, 1000), "127.0.0.1", "", count)
-    )
+    guarded = TrustedHostMiddleware(BodyLimitMiddleware(app, 1000, 1000), "127.0.0.1", "", count)
+    layers = HeadersMiddleware(guarded, TABLE)
     config = uvicorn.Config(layers, log_config=None, lifespan="off", ws="none", server_header=False)
-    limits, state = make_limits(ServerConfig()), ServerState()
+    limits, state = limit_connections(ServerConfig()), ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: GuardedConnection(limits, ReadTurns(), config, state, {}), "127.0.0.1", 0
     )

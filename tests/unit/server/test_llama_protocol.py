@@ -7,21 +7,30 @@ from typing import Any
 
 import pytest
 from msgspec import UNSET
-from pydantic import ValidationError
 
+from cllm.errors import (
+    CllmError,
+    ContextLengthExceeded,
+    EngineDied,
+    EngineNotReady,
+    InvalidRequest,
+    NotFound,
+    NotSupported,
+    Unauthorized,
+)
 from cllm.server.app import add_defaults
-from cllm.server.errors import error_body
-from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import make_timings
-from cllm.server.protocol.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
-from cllm.server.protocol.llama import LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes.llama_completion import LineLimits
-from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
+from cllm.server.dialects import TABLE
+from cllm.server.dialects import llama_body as answers
+from cllm.server.dialects.llama_body import LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.dialects.llama_server import LineLimits, llama_server
+from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
+from cllm.server.generation import GenerationBody
+from cllm.server.timings import make_timings
+from cllm.types import SEED_SPACE, Prompt, Request, SamplingParams, TokenLogprob, Usage
 
 
 def body(**fields: Any) -> LlamaCompletionBody:
-    return LlamaCompletionBody.model_validate({"prompt": "x", **fields})
+    return LlamaCompletionBody.parse({"prompt": "x", **fields})
 
 
 @pytest.mark.parametrize(
@@ -41,9 +50,11 @@ def test_forms_of_a_prompt(given: Any, prompts: list[list[str | int]]) -> None:
     assert body(prompt=given).prompts == prompts
 
 
-@pytest.mark.parametrize("given", [None, [], 5, [[]], {"text": "a"}, [-1], [1.5], ["a"] * 257])
+@pytest.mark.parametrize(
+    "given", [None, [], 5, [[]], {"text": "a"}, [-1], [1.5], [1, [2]], ["a"] * 257, [["a"] * 257]]
+)
 def test_what_is_no_prompt(given: Any) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(InvalidRequest):
         body(prompt=given)
 
 
@@ -55,9 +66,9 @@ def test_forms_of_stop(stop: Any, stops: tuple[str, ...]) -> None:
 
 
 def test_null_is_what_was_left_out() -> None:
-    nulls = dict.fromkeys(LlamaCompletionBody.model_fields, None)
-    assert LlamaCompletionBody.model_validate({**nulls, "prompt": "x"}) == body()
-    assert LlamaTokenizeBody.model_validate({"content": None}).content == ""
+    nulls = dict.fromkeys(LlamaCompletionBody.__struct_fields__, None)
+    assert LlamaCompletionBody.parse({**nulls, "prompt": "x"}) == body()
+    assert LlamaTokenizeBody.parse({"content": None}).content == ""
 
 
 def test_numbers_out_of_bounds_are_the_nearest_within() -> None:
@@ -75,20 +86,19 @@ def test_an_empty_grammar_is_none_and_a_grammar_goes_before_a_schema() -> None:
 
 @pytest.mark.parametrize("bias", [{"5": 1.5, "7": False}, [[5, 1.5], [7, False]], [["5", 1.5], ["7", False]]])
 def test_forms_of_logit_bias(bias: Any) -> None:
-    assert SamplingBody.model_validate({"logit_bias": bias}).sampling(10).logit_bias == ((5, 1.5), (7, -100))
+    assert GenerationBody.parse({"logit_bias": bias}).sampling(10).logit_bias == ((5, 1.5), (7, -100))
 
 
-def test_a_bias_by_text_is_for_each_of_its_tokens() -> None:
-    for bias in ([["ab", -1], ["7", 1], [3, 2]], {"ab": -1, "\0007": 1, "3": 2}):
+def test_a_bias_may_be_by_text() -> None:
+    for bias in ([["ab", -1], ["7", 1], [3, 2], [7, 3]], {"ab": -1, "\0007": 1, "3": 2, "7": 3}):
         found = body(logit_bias=bias)
-        ab, seven = found.bias_texts
-        assert (found.bias_text(ab), found.bias_text(seven)) == ("ab", "7")
-        assert found.sampling(10, {ab: (4, 5), seven: (6,)}).logit_bias == ((4, -1), (5, -1), (6, 1), (3, 2))
+        assert found.biases == {"ab": -1, "7": 1}
+        assert found.sampling(10).logit_bias == ((3, 2), (7, 3))
 
 
 @pytest.mark.parametrize("seed", [None, -1, SEED_SPACE])
 def test_random_seeds(seed: int | None) -> None:
-    drawn = {SamplingBody.model_validate({"seed": seed}).sampling(1).seed for _ in range(3)}
+    drawn = {GenerationBody.parse({"seed": seed}).sampling(1).seed for _ in range(3)}
     assert len(drawn) > 1
 
 
@@ -104,10 +114,20 @@ def test_only_the_samplers_that_are_named(samplers: Any) -> None:
         "repetition_penalty": 2.0,
         "seed": 1,
     }
-    found = SamplingBody.model_validate({**fields, "samplers": samplers}).sampling(1)
+    found = GenerationBody.parse({**fields, "samplers": samplers}).sampling(1)
     assert found == SamplingParams(temperature=0.5, top_k=7, top_p=1.0, min_p=0.0, seed=1)
-    without = SamplingBody.model_validate({**fields, "samplers": ["top_k"]}).sampling(1)
+    without = GenerationBody.parse({**fields, "samplers": ["top_k"]}).sampling(1)
     assert without.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samplers", "target"), [(None, 0.4), (["top_k"], -1), ("ka", 0.4), (["adaptive_p"], 0.4)]
+)
+def test_adaptive_p_is_reported_where_it_draws(samplers: Any, target: float) -> None:
+    found = body(adaptive_target=0.4, adaptive_decay=2, samplers=samplers).sampling(10)
+    settings = answers.make_settings(Request(id="", prompt=Prompt(()), max_tokens=1, sampling=found))
+    assert (settings["adaptive_target"], settings["adaptive_decay"]) == (target, 0.99)
+    assert ("adaptive_p" in settings["samplers"]) is (target >= 0)
 
 
 def test_defaults_fill_in_what_a_body_lacks() -> None:
@@ -154,7 +174,7 @@ def test_time_ends_it_at_a_line_break() -> None:
 @pytest.mark.parametrize(("generated", "speed"), [(0, 0.0), (1, 0.0), (5, 8.0)])
 def test_the_first_token_comes_with_the_prompt(generated: int, speed: float) -> None:
     seconds = 0.5 if generated > 1 else 1e-6
-    found = make_timings(prompt_tokens=8, generated=generated, prompt_s=2, generated_s=seconds, cached=4)
+    found = make_timings(Usage(prompt_tokens=8, completion_tokens=generated, cached_tokens=4), 2, seconds)
     assert (found.predicted_per_second, found.prompt_per_second) == (speed, 2.0)
     assert found.prompt_per_token_ms == 500 and found.cache_n == 4
 
@@ -168,50 +188,53 @@ ENTRY = TokenLogprob(
 
 
 def test_probabilities_before_and_after_sampling() -> None:
-    (before,) = api.make_probabilities([ENTRY], top=1)
+    (before,) = answers.make_probabilities([ENTRY], top=1)
     assert before.logprob == math.log(0.2) and before.prob is UNSET
     assert isinstance(before.top_logprobs, list) and len(before.top_logprobs) == 1
-    (after,) = api.make_probabilities([ENTRY], SamplingParams(temperature=1.0, top_p=1.0, min_p=0.1))
+    (after,) = answers.make_probabilities([ENTRY], SamplingParams(temperature=1.0, top_p=1.0, min_p=0.1))
     assert after.prob == pytest.approx(0.2 / 0.7) and isinstance(after.top_probs, list)
     assert [each.prob for each in after.top_probs] == [pytest.approx(0.5 / 0.7), pytest.approx(0.2 / 0.7)]
-    (greedy,) = api.make_probabilities([ENTRY], SamplingParams(temperature=0))
+    (greedy,) = answers.make_probabilities([ENTRY], SamplingParams(temperature=0))
     assert isinstance(greedy.top_probs, list) and [each.prob for each in greedy.top_probs] == [1.0]
 
 
 def test_response_fields() -> None:
     response = {"a": 1, "b": {"c": 2, "d": 3}}
-    assert api.select_fields(response, ["a", "b/c", "b/x", "z"]) == {"a": 1, "b/c": 2}
+    assert answers.select_fields(response, ["a", "b/c", "b/x", "z"]) == {"a": 1, "b/c": 2}
 
 
 def test_settings_have_its_names() -> None:
-    request = Request(id="", prompt=(), max_tokens=3, sampling=SamplingParams(seed=5), stop=("x",))
-    found = api.make_settings(request)
+    request = Request(id="", prompt=Prompt(()), max_tokens=3, sampling=SamplingParams(seed=5), stop=("x",))
+    found = answers.make_settings(request)
     assert (found["repeat_penalty"], found["repeat_last_n"], found["seed"]) == (1.0, 64, 5)
-    assert found["stop"] == ("x",) and "stop" not in api.make_settings(request, brief=True)
-    params = api.make_params({"temperature": 0.25, "max_tokens": 4})
+    assert found["stop"] == ("x",) and "stop" not in answers.make_settings(request, brief=True)
+    params = answers.make_params({"temperature": 0.25, "max_tokens": 4})
     assert (params["temperature"], params["n_predict"], params["seed"]) == (0.25, 4, SEED_SPACE)
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "kind"),
+    ("error", "status", "kind"),
     [
-        (400, "invalid_request", "invalid_request_error"),
-        (401, "invalid_api_key", "authentication_error"),
-        (404, "not_found", "not_found_error"),
-        (501, "not_supported", "not_supported_error"),
-        (503, "engine_not_ready", "unavailable_error"),
-        (500, "engine_died", "server_error"),
+        (InvalidRequest("m"), 400, "invalid_request_error"),
+        (Unauthorized("m"), 401, "authentication_error"),
+        (NotFound("m"), 404, "not_found_error"),
+        (NotSupported("m"), 501, "not_supported_error"),
+        (EngineNotReady("m"), 503, "unavailable_error"),
+        (EngineDied("m"), 500, "server_error"),
     ],
 )
+def test_the_shape_of_errors(error: CllmError, status: int, kind: str) -> None:
+    shown = {"error": {"code": status, "message": "m", "type": kind}}
+    assert llama_server.make_error(error) == shown
+
+
 @pytest.mark.parametrize("path", ["/completion", "/slots/3", "/chat/completions", "/v1/embedding"])
-def test_the_shape_of_errors(path: str, status: int, code: str, kind: str) -> None:
-    found = error_body(path, status, code, "m")["error"]
-    assert (found == {"code": status, "message": "m", "type": kind}) is not path.startswith("/v1")
+def test_its_paths_have_its_errors(path: str) -> None:
+    assert (TABLE.find(path) is llama_server) is not path.startswith("/v1")
 
 
 def test_a_prompt_that_is_too_long_says_its_length() -> None:
-    message = "the prompt has at least 90 tokens, but this model's maximum context length is 64: at most"
-    found = error_body("/completion", 400, "context_length_exceeded", message)["error"]
+    found = llama_server.make_error(ContextLengthExceeded(90, 64))["error"]
     assert found["type"] == "exceed_context_size_error"
     assert (found["n_prompt_tokens"], found["n_ctx"]) == (90, 64)
 
@@ -230,9 +253,18 @@ def test_a_prompt_that_is_too_long_says_its_length() -> None:
     ],
 )
 def test_forms_of_embedding_inputs(given: Any, inputs: list[list[str | int]]) -> None:
-    assert split_inputs(LlamaEmbeddingBody.model_validate({"content": given}).content) == inputs
+    assert split_inputs(LlamaEmbeddingBody.parse({"content": given}).content) == inputs
+
+
+@pytest.mark.parametrize(
+    "given", [[], "", [[]], [""], [["a"]], [1, [2]], [1, {}], ["a"] * 2049, [-1], {"content": ""}]
+)
+def test_what_is_no_embedding_input(given: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        LlamaEmbeddingBody.parse({"content": given})
 
 
 def test_texts_are_ranked_as_a_list() -> None:
-    assert RerankBody.model_validate({"query": "q", "texts": ["a"]}).listed
-    assert not RerankBody.model_validate({"query": "q", "documents": ["a"]}).listed
+    listed = RerankBody.parse({"query": "q", "texts": ["a", {"text": "b"}]})
+    assert listed.plain_texts == ("a", "b") and listed.texts is not None
+    assert RerankBody.parse({"query": "q", "documents": ["a"]}).texts is None

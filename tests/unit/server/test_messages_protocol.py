@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from pydantic import TypeAdapter
 
-from cllm.chat.reply import ParsedOutput
-from cllm.server.protocol.messages import MessagesBody
-from cllm.server.routes.messages import MessageRenderer
+from cllm.chat.reply import ReplyBuilder
+from cllm.server.dialects.anthropic import MessageRenderer, MessagesBody
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.chat.replies import answers, failed, step
+from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, render, step
 
 
 @cache
@@ -31,20 +30,21 @@ def sdk(name: str) -> TypeAdapter[Any]:
 FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
-def rendered(steps: list[ParsedOutput]) -> list[dict[str, Any]]:
-    answer = MessageRenderer("msg_1", "m", 12)
-    events = [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+def rendered(steps: list[Step]) -> list[dict[str, Any]]:
+    reply = ReplyBuilder(GivenParser(steps))
+    answer = MessageRenderer(reply, "msg_1", "m", 12)
+    events = [*answer.start(), *render(steps, reply, answer.render)]
     return [msgspec.to_builtins(event) for event in events]
 
 
-def whole(steps: list[ParsedOutput]) -> dict[str, Any]:
-    message: dict[str, Any] = msgspec.to_builtins(MessageRenderer("msg_1", "m", 12).whole(steps))
+def whole(steps: list[Step]) -> dict[str, Any]:
+    message: dict[str, Any] = msgspec.to_builtins(MessageRenderer(build(steps), "msg_1", "m", 12).whole())
     return message
 
 
 @settings(deadline=None)
 @given(answers())
-def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
+def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
     start, ping, *events, delta, stop = rendered(steps)
     assert start["message"]["content"] == [] and ping == {"type": "ping"}
     assert delta["type"] == "message_delta" and stop == {"type": "message_stop"}
@@ -122,7 +122,7 @@ def test_the_events_of_an_answer_in_order() -> None:
         (step(ToolCallStart(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
     ],
 )
-def test_why_it_stopped(last: ParsedOutput, reason: str) -> None:
+def test_why_it_stopped(last: Step, reason: str) -> None:
     message = whole([last])
     assert message["stop_reason"] == reason
     assert message["stop_sequence"] == ("END" if reason == "stop_sequence" else None)
@@ -159,7 +159,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.197.f3a; cc_entrypoint=cli
 def system_text(system: Any, *messages: dict[str, Any]) -> str:
     """All system texts of a conversation, as the template gets them."""
     asked = [{"role": "user", "content": BILLING}, *messages]
-    body = MessagesBody.model_validate({"max_tokens": 1, "system": system, "messages": asked})
+    body = MessagesBody.parse({"max_tokens": 1, "system": system, "messages": asked})
     rendered = body.conversation().messages
     assert any(message["content"] == BILLING for message in rendered), "a user may write what they want"
     return "|".join(message["content"] for message in rendered if message["role"] == "system")

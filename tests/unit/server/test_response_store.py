@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import sys
 
+import msgspec
 import pytest
-from pydantic import TypeAdapter
 
 from cllm.errors import NotFound
-from cllm.server.protocol.items import Item
-from cllm.server.protocol.responses import ResponsesBody
-from cllm.server.routes import responses
-from cllm.server.routes.responses import ResponseStore, StoredResponse
+from cllm.server.dialects.responses import (
+    EXAMPLE,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputReasoning,
+    OutputReasoningItem,
+    ResponseStore,
+    StoredResponse,
+    decode_items,
+    make_stored,
+)
+from cllm.server.dialects.responses_body import ResponsesBody
 
 
 def make(name: str, previous: str | None = None, size: int = 10) -> StoredResponse:
-    return StoredResponse(name, previous, b"x" * size, b"", b"")
+    return StoredResponse(name, previous, b"x" * size, b"")
 
 
 def names(store: ResponseStore, *asked: str, tenant: str = "") -> list[str]:
@@ -29,7 +37,7 @@ def names(store: ResponseStore, *asked: str, tenant: str = "") -> list[str]:
 
 
 def test_bytes_and_count_are_bounded_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "MAX_STORED", 3)
+    monkeypatch.setattr(sys.modules[ResponseStore.__module__], "MAX_STORED", 3)
     store = ResponseStore(100)
     for name in "abcd":
         store.put("", make(name))
@@ -63,7 +71,7 @@ def test_a_store_of_no_size_keeps_nothing() -> None:
 
 
 def test_a_chain_is_the_oldest_first_and_is_used_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "MAX_STORED", 4)
+    monkeypatch.setattr(sys.modules[ResponseStore.__module__], "MAX_STORED", 4)
     store = ResponseStore(100)
     for name, previous in (("a", None), ("x", None), ("b", "a"), ("c", "b")):
         store.put("", make(name, previous))
@@ -92,12 +100,28 @@ def test_every_kind_of_item_is_read_back_as_it_was_stored() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "nothing"},
+        {"type": "local_shell_call", "call_id": "2", "action": {"command": ["ls"], "env": None}},
+        {"type": "local_shell_call_output", "call_id": "2", "output": {"code": 0}},
     ]
-    body = ResponsesBody.model_validate({"input": items})
-    adapter: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-    stored = adapter.dump_json(body.items, by_alias=True, exclude_none=True)
-    again = ResponsesBody.model_validate({"input": json.loads(stored)})
-    assert again.to_conversation() == body.to_conversation()
-    text = ResponsesBody.model_validate({"input": "a"})
-    later = ResponsesBody.model_validate({"input": "b", "instructions": "c"})
+    body = ResponsesBody.parse({"input": items})
+    output = [
+        OutputReasoningItem("rs_1", "completed", [OutputReasoning("hm")]),
+        *EXAMPLE.output,
+        OutputFunctionCall("fc_1", "completed", "call_1", "look", '{"a": 1}'),
+        OutputCustomCall("fc_2", "completed", "call_2", "patch", "*** Begin"),
+    ]
+    stored = make_stored(body, msgspec.structs.replace(EXAMPLE, output=output))
+    found = decode_items(stored.items)
+    assert found[: len(items)] == body.items and stored.previous is None
+    sent = msgspec.to_builtins(output)
+    assert found[len(items) :] == ResponsesBody.parse({"input": sent}).items
+    *_, last = ResponsesBody.parse({"input": "b"}).to_conversation(found).messages[:-1]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in last["tool_calls"]]
+    assert (last["content"], last["reasoning_content"]) == ("AI is …", "hm")
+    assert calls == [("look", '{"a": 1}'), ("patch", '{"input": "*** Begin"}')]
+
+
+def test_history_comes_between_instructions_and_input() -> None:
+    text = ResponsesBody.parse({"input": "a"})
+    later = ResponsesBody.parse({"input": "b", "instructions": "c"})
     assert [message["content"] for message in later.to_conversation(text.items).messages] == ["c", "a", "b"]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from pydantic import TypeAdapter
 
-from cllm.chat.reply import ParsedOutput
-from cllm.server.protocol.responses import ResponsesBody, echo
-from cllm.server.routes.responses import ResponseRenderer
+from cllm.chat.reply import ReplyBuilder
+from cllm.server.dialects.responses import ResponseRenderer, echo
+from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.chat.replies import answers, failed, logprob, step
+from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, logprob, render, step
 
 
 @cache
@@ -27,18 +27,19 @@ def sdk(name: str) -> TypeAdapter[Any]:
 
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
-BODY = ResponsesBody.model_validate({"input": "x", "tools": [TOOL], "metadata": {"a": "b"}})
+BODY = ResponsesBody.parse({"input": "x", "tools": [TOOL], "metadata": {"a": "b"}})
 
 
-def rendered(steps: list[ParsedOutput], top: int | None = None) -> list[dict[str, Any]]:
-    answer = ResponseRenderer("resp_1", echo(BODY, "m"), top)
-    events = [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+def rendered(steps: list[Step], top: int | None = None, body: ResponsesBody = BODY) -> list[dict[str, Any]]:
+    reply = ReplyBuilder(GivenParser(steps))
+    answer = ResponseRenderer(reply, "resp_1", echo(body, "m"), top)
+    events = [*answer.start(), *render(steps, reply, answer.render)]
     return [msgspec.to_builtins(event) for event in events]
 
 
-def whole(steps: list[ParsedOutput], top: int | None = None) -> dict[str, Any]:
-    renderer = ResponseRenderer("resp_1", echo(BODY, "m"), top)
-    response: dict[str, Any] = msgspec.to_builtins(renderer.whole(steps))
+def whole(steps: list[Step], top: int | None = None) -> dict[str, Any]:
+    renderer = ResponseRenderer(build(steps), "resp_1", echo(BODY, "m"), top)
+    response: dict[str, Any] = msgspec.to_builtins(renderer.whole())
     return response
 
 
@@ -48,7 +49,7 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @settings(deadline=None)
 @given(answers())
-def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
+def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
     events = rendered(steps)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: list[dict[str, Any]] = []
@@ -126,14 +127,13 @@ def test_the_events_of_an_answer_in_order() -> None:
 )
 def test_a_custom_tool_is_called_with_a_text(arguments: str, given: str) -> None:
     tools = [TOOL, {"type": "custom", "name": "apply_patch"}]
-    body = ResponsesBody.model_validate({"input": "x", "tools": tools})
-    renderer = ResponseRenderer("resp_1", echo(body, "m"))
+    body = ResponsesBody.parse({"input": "x", "tools": tools})
     half = len(arguments) // 2
     steps = [
         step(ToolCallStart(0, "apply_patch"), ToolCallArguments(0, arguments[:half])),
         step(ToolCallArguments(0, arguments[half:]), end=FinishReason.STOP),
     ]
-    events = [msgspec.to_builtins(event) for one in steps for event in renderer.add(*one)]
+    _, _, *events = rendered(steps, body=body)
     for event in events:
         sdk("ResponseStreamEvent").validate_python(event)
     assert [event["type"].removeprefix("response.") for event in events] == [

@@ -6,19 +6,20 @@ from typing import Any, get_type_hints
 
 import msgspec
 import pytest
-from pydantic import ValidationError
 
 from cllm.errors import InvalidRequest
-from cllm.server.protocol.sampling import SamplingBody
+from cllm.server.generation import GenerationBody
 from cllm.types import SEED_SPACE, SamplingParams
 
 PARAMETERS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+FIELDS = {field.name: field for field in msgspec.structs.fields(GenerationBody)}
 HINTS = get_type_hints(SamplingParams, include_extras=True)
-DIFFERENT = {"top_k", "seed", "logit_bias", "dry_sequence_breakers"}  # see SamplingBody
+FIELD_HINTS = get_type_hints(GenerationBody, include_extras=True)
+DIFFERENT = {"top_k", "seed", "logit_bias", "dry_sequence_breakers"}  # see GenerationBody
 
 
 def sampling(**fields: Any) -> SamplingParams:
-    return SamplingBody.model_validate(fields).sampling(vocabulary_size=100)
+    return GenerationBody.parse(fields).sampling(vocabulary_size=100)
 
 
 def test_an_empty_body_samples_by_the_defaults() -> None:
@@ -30,11 +31,11 @@ def test_an_empty_body_samples_by_the_defaults() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_parameter_is_a_field_with_a_description(name: str) -> None:
-    field = SamplingBody.model_fields[name]
-    assert field.description
+    description = FIELD_HINTS[name].__metadata__[0].description
+    assert description
     if name not in DIFFERENT:
-        assert field.default == PARAMETERS[name].default
-        assert field.description == HINTS[name].__metadata__[0].description
+        assert FIELDS[name].default == PARAMETERS[name].default
+        assert description == HINTS[name].__metadata__[0].description
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS.keys() - DIFFERENT - {"ignore_eos"}))
@@ -44,7 +45,7 @@ def test_the_bounds_of_a_parameter_are_those_of_its_field(name: str) -> None:
     assert lowest is not None and meta.le is not None
     assert getattr(sampling(**{name: meta.le}), name) == meta.le
     for wrong in (meta.le + 1, lowest - 1, "1", True):
-        with pytest.raises(ValidationError, match=name):
+        with pytest.raises(InvalidRequest, match=name):
             sampling(**{name: wrong})
 
 

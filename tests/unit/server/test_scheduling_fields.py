@@ -8,15 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
+from cllm.messages import Submit
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.types import Request, TenantLimits
-from cllm.workers.engine_worker import ThreadExecutor
-from cllm.workers.messages import Submit
+from tests.driver.thread_engine import ThreadExecutor
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"prompt": "hello", "max_tokens": 3}),
@@ -37,14 +38,7 @@ class TemplateRunner(FakeRunner):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.info = type(self.info)(
-            **{
-                name: getattr(self.info, name)
-                for name in self.info.__struct_fields__
-                if name != "chat_template"
-            },
-            chat_template=TEMPLATE,
-        )
+        self.info = msgspec.structs.replace(self.info, chat_template=TEMPLATE)
 
 
 class SpyHost(ThreadExecutor):
@@ -66,11 +60,10 @@ async def served(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient, list[Request]]]:
     host = SpyHost(**options)
     engine = EngineClient(host, queue_size=2)
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
-        app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+        app = create_app(engine, ServerConfig(api_key=api_key))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
             yield client, engine, host.requests
@@ -159,9 +152,7 @@ def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any])
     with_server(asked)
 
 
-def test_guesses_are_counted_and_can_be_declined() -> None:
-    """The fake's text repeats nothing, so guesses are kept in silence; what is counted is what was told."""
-
+def test_draft_tokens_are_counted_and_can_be_declined() -> None:
     async def asked(client: httpx.AsyncClient, _: EngineClient, __: list[Request]) -> None:
         body = {"prompt": "abcd" * 8, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
@@ -180,9 +171,7 @@ def test_guesses_are_counted_and_can_be_declined() -> None:
 
 def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
-        engine.tenants.register(
-            {"": TenantLimits(requests_per_s=0.1)}
-        )  # as if the keys' file had been read again
+        engine.tenants.register({"": TenantLimits(requests_per_s=0.1)})
         assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
         answer = await client.post("/v1/completions", json=ROUTES[3][1])
         assert answer.status_code == 429
@@ -195,7 +184,7 @@ def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embedding", "content")])
-def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> None:
+def test_embeddings_count_for_the_tenant_of_the_key(path: str, field: str) -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, requests: list[Request]) -> None:
         engine.tenants.register({"default": TenantLimits(requests_per_s=0.1)})
         key = {"Authorization": "Bearer secret"}
@@ -207,7 +196,7 @@ def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> N
     with_server(asked, api_key="secret")
 
 
-def test_who_waits_is_told_the_place_and_who_cannot_is_refused_before_any_text_work() -> None:
+def test_queue_position_is_told_and_a_full_queue_refuses() -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
         body = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True}
         running = [asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(3)]

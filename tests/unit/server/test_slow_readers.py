@@ -6,35 +6,31 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.server.routes.generate import events
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.dialects.cllm import events
 from cllm.server.sse import EventStream
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.engine_worker import ThreadExecutor
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
+from tests.driver.thread_engine import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)
 
 
 def ask(name: str, max_tokens: int) -> Request:
-    return Request(id=name, prompt=tuple(name.encode()), max_tokens=max_tokens, sampling=ENDLESS)
+    return Request(id=name, prompt=Prompt(tuple(name.encode())), max_tokens=max_tokens, sampling=ENDLESS)
 
 
 def running(**options: Any) -> EngineClient:
     return EngineClient(ThreadExecutor(lambda _: FakeRunner(**options), EngineConfig()))
 
 
-def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncOutputStream, "unread_limit", 5000)
-
+def test_too_much_unread_ends_that_stream_alone() -> None:
     async def run() -> None:
         engine = running(sequences=2, cells=8192, step_s=0.0005)
-        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        engine.start()
+        engine.unread_limit = 5000
+        engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(engine.loaded)
         never_read = engine.submit(ask("never read", 4000), AsyncOutputStream)
         other = engine.submit(ask("other", 300), AsyncOutputStream)
@@ -53,21 +49,10 @@ def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(run())
 
 
-def test_a_thread_that_reads_late_gets_everything() -> None:
-    engine = running(sequences=2, cells=8192)
-    engine.start()
-    engine.wait_ready(5)
-    streams = [engine.submit(ask(f"r{number}", 1000), BlockingOutputStream) for number in range(4)]
-    for stream in streams:
-        assert sum(len(delta.tokens) for delta in stream) == 1000
-    engine.stop()
-
-
 def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
     async def run() -> None:
         engine = running(step_s=0.002)
-        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        engine.start()
+        engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(engine.loaded)
         stream = engine.submit(ask("stuck", 1000), AsyncOutputStream)
         sent: list[dict[str, Any]] = []

@@ -23,11 +23,12 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server import sse
 from cllm.server.app import create_app
-from cllm.server.routes.generate import events
+from cllm.server.dialect import COMMENT, DONE
+from cllm.server.dialects.cllm import cllm, events
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
 from cllm.types import Failure, FinishReason, RequestOutput
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ROUTES: list[tuple[str, dict[str, Any], bytes]] = [
@@ -57,8 +58,7 @@ class GatedRunner(FakeRunner):
 @asynccontextmanager
 async def engine_of(runner: FakeRunner) -> AsyncIterator[EngineClient]:
     engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig(draft_tokens=0)))
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-    engine.start()
+    engine.start(asyncio.get_running_loop())
     try:
         await asyncio.wrap_future(engine.loaded)
         yield engine
@@ -100,7 +100,7 @@ class Client:
             self.got.set()
 
     async def ask(self, engine: EngineClient) -> None:
-        app = create_app({"default": engine}, ServerConfig())
+        app = create_app(engine, ServerConfig())
         await app(self.scope, self.receive, self.send)
 
 
@@ -242,7 +242,7 @@ def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) 
 
             async def send(message: Any) -> None:
                 body = message.get("body", b"head")
-                if body == sse.COMMENT:
+                if body == COMMENT:
                     beating.set()
                     await produced.wait()
                     await asyncio.sleep(0.1)
@@ -250,7 +250,7 @@ def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) 
 
             response = sse.EventStream(engine, [AsyncOutputStream("x")], produce())
             await response(scope_of(30.0), never, send)
-            assert sent == [b"head", sse.COMMENT, b"x", b""]
+            assert sent == [b"head", COMMENT, b"x", b""]
 
     run(scenario)
 
@@ -262,7 +262,7 @@ def test_a_client_that_takes_no_beat_is_disconnected(monkeypatch: pytest.MonkeyP
         async with engine_of(FakeRunner()) as engine:
 
             async def send(message: Any) -> None:
-                if message.get("body") == sse.COMMENT:
+                if message.get("body") == COMMENT:
                     await asyncio.Event().wait()
 
             await make_response(engine, [b"x"], 30.0)(scope_of(0.1), never, send)
@@ -282,8 +282,7 @@ def test_a_failure_that_is_there_already_keeps_its_status() -> None:
             async def send(message: Any) -> None:
                 statuses.extend([message["status"]] if "status" in message else [])
 
-            scope = {**scope_of(30.0), "path": "/generate_stream", "headers": [], "server": ("x", 1),
-                     "scheme": "http", "query_string": b"", "method": "POST"}  # fmt: skip
+            scope = {**scope_of(30.0), "state": {"dialect": cllm}}
             await sse.EventStream(engine, [stream], events(stream))(scope, never, send)
             assert statuses == [504]
 
@@ -317,7 +316,7 @@ def test_requests_of_several_choices_begin_at_once() -> None:
                 await asyncio.sleep(0.005)
             gate.set()
             await asked
-            assert client.data.endswith(sse.DONE)
+            assert client.data.endswith(DONE)
 
     run(scenario)
 
@@ -328,7 +327,7 @@ def test_the_sdks_read_a_stream_with_beats(monkeypatch: pytest.MonkeyPatch) -> N
     async def scenario() -> None:
         runner = FakeRunner(chat_template=CHAT_TEMPLATE, step_s=0.04)
         async with engine_of(runner) as engine:
-            app = create_app({"default": engine}, ServerConfig())
+            app = create_app(engine, ServerConfig())
             raw: list[bytes] = []
 
             async def record(response: Any) -> None:

@@ -14,10 +14,9 @@ import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
-from cllm.server.app import create_app
-from cllm.server.static import FOLDER, POLICY, read_files
+from cllm.server.app import FOLDER, POLICY, create_app, read_files
 from cllm.testing import FakeRunner
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "vendor" / "manifest.json").read_text())
 SCRIPTS = sorted(FOLDER.glob("*.js"))
@@ -27,7 +26,7 @@ HTML = {"Accept": "text/html,*/*;q=0.8"}  # as browsers say
 
 def get(path: str, api_key: str = "", **headers: str) -> httpx.Response:
     engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(), EngineConfig()))
-    app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+    app = create_app(engine, ServerConfig(api_key=api_key))
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -50,7 +49,7 @@ def test_vendored_files_match_their_recorded_hashes() -> None:
 
 def test_the_first_load_is_small() -> None:
     """All files together: whatever a visit loads is less."""
-    assert sum(file.compressed_size for file in read_files().values()) <= MAX_FIRST_LOAD
+    assert sum(len(file.compressed) for file in read_files().values()) <= MAX_FIRST_LOAD
 
 
 def test_every_file_that_is_named_is_there() -> None:

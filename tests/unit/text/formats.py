@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cllm.text.chat_format import (
-    ARGUMENTS,
-    GENERIC,
-    ID,
-    INDEX,
-    NAME,
-    TYPE,
-    CallFormat,
-    CallStyle,
-    ChatFormat,
-    Tool,
-)
+from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, Slot, Tool
 from cllm.text.declared_formats import DECLARED
 
 NATIVE: dict[str, Any] = {"takes_tools": True, "writes_calls": True}
@@ -47,7 +36,7 @@ FORMATS: dict[str, ChatFormat] = {
             section_opening="[TOOL_CALLS][",
             section_closing="]",
             between=", ",
-            keys=(("name", NAME), ("arguments", ARGUMENTS), ("id", ID)),
+            keys=(("name", Slot.NAME), ("arguments", Slot.ARGUMENTS), ("id", Slot.ID)),
         ),
         **NATIVE,
     ),
@@ -57,7 +46,7 @@ FORMATS: dict[str, ChatFormat] = {
     ),
     "llama": ChatFormat(
         calls=CallFormat(
-            keys=(("name", NAME), ("parameters", ARGUMENTS)),
+            keys=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS)),
             between="; ",
             other_openings=("<|python_tag|>",),
         ),
@@ -68,7 +57,7 @@ FORMATS: dict[str, ChatFormat] = {
             section_opening="<|tools_prefix|>[",
             section_closing="]<|tools_suffix|>",
             between=", ",
-            keys=((NAME, ARGUMENTS),),
+            keys=((Slot.NAME, Slot.ARGUMENTS),),
         ),
         **NATIVE,
     ),
@@ -79,7 +68,7 @@ FORMATS: dict[str, ChatFormat] = {
             section_closing="<|tool_calls_section_end|>",
             opening="<|tool_call_begin|>functions.",
             closing="<|tool_call_end|>",
-            after_name=f":{INDEX}<|tool_call_argument_begin|>",
+            after_name=f":{Slot.INDEX}<|tool_call_argument_begin|>",
             between="",
         ),
         **NATIVE,
@@ -88,7 +77,7 @@ FORMATS: dict[str, ChatFormat] = {
         calls=CallFormat(
             style=CallStyle.NAMED,
             section_opening="<|tool_calls|>",
-            opening=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
+            opening=f"<|tool_call:begin|>{Slot.ID}<|tool_call:name|>",
             closing="<|tool_call:end|>",
             after_name="<|tool_call:args|>",
             between="",
@@ -123,7 +112,7 @@ FORMATS: dict[str, ChatFormat] = {
             before="\n\n",
             after_name='">\n',
             key_opening='<｜DSML｜parameter name="',
-            key_closing=f'" string="{TYPE}">',
+            key_closing=f'" string="{Slot.TYPE}">',
             value_closing="</｜DSML｜parameter>\n",
             types=(
                 ("string", "true"),

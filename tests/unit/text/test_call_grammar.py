@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
-from cllm.text.chat_format import Call, CallStyle, ChatFormat, Tool, write_calls
+from cllm.text.chat_format import CallStyle, ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.declared_formats import DECLARED
 from cllm.text.output_parser import OutputParser
-from cllm.text.structured_output import GrammarCompiler
+from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintSpec, FinishReason
+from tests.driver.masks import get_mask
 from tests.profiles import examples
 from tests.unit.text.formats import FORMATS
 from tests.unit.text.test_output_parser import Parts, events_of, joined
 from tests.unit.text.test_structured_output import answer, text
 
-COMPILER = GrammarCompiler(FakeVocabulary())
+COMPILER, MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
 each_format = pytest.mark.parametrize("chat_format", FORMATS.values(), ids=FORMATS.keys())
 PLACE = {
     "type": "object",
@@ -60,14 +61,14 @@ def takes(spec: ConstraintSpec, written: str) -> bool:
     """True when the grammar lets this be written and may end after it."""
     constraint = COMPILER.compile(spec)
     for token in written.encode():
-        if constraint.complete or not constraint.mask()[token]:
+        if constraint.complete or not get_mask(MASKS, constraint)[token]:
             return False
         constraint.accept(token)
-    return constraint.complete or bool(constraint.mask()[END_TOKEN])
+    return constraint.complete or bool(get_mask(MASKS, constraint)[END_TOKEN])
 
 
 def spell(chat_format: ChatFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    made = [Call(name, arguments, "abcdefgh1") for name, arguments in calls]
+    made = [WrittenCall(name, arguments, "abcdefgh1") for name, arguments in calls]
     return write_calls(chat_format.calls, made).removeprefix(chat_format.lead)
 
 

@@ -1,11 +1,11 @@
-"""Calls drawn from their grammar are read back; `make formats` tries 200 answers of every chat template."""
+"""Calls drawn from their grammar are read back; `proof/formats.py` tries 200 of every chat template."""
 
 from __future__ import annotations
 
 import pytest
 
+from proof.shared.drawn_calls import CallDrawer
 from tests.driver.turns import get_family
-from tests.soak.drawn_calls import CallDrawer
 
 ANSWERS = 10
 # One of each kind: JSON with and without a frame, named, in tags, in nested tags, Python, Gemma's, harmony.

@@ -11,15 +11,14 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_format import GENERIC, CallStyle, Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
-from cllm.text.format_probe import KEYS, NAMES, REASON, TEXT, USER, VALUES
+from cllm.text.format_analysis import KEYS, NAMES, REASON, TEXT, USER, VALUES, derive_format
 from cllm.text.prompt import Chat, PromptBuilder
 from scripts import format_table
 from tests.driver.corpus import template_files
 from tests.driver.turns import check_turns, get_family
 from tests.unit.text.formats import FORMATS
 
-TURNS = 4  # of each template; `make formats` reads 200
+TURNS = 4  # of each template; `proof/formats.py` reads 200
 
 
 def test_every_turn_that_a_template_writes_is_read_back() -> None:
@@ -67,9 +66,9 @@ def test_reasoning_is_found_under_each_name() -> None:
 
 def test_what_the_templates_take() -> None:
     llama = get_family("meta-llama-Llama-3.1-8B-Instruct").format
-    assert llama.takes_tools and llama.one_call and llama.calls.bare and not llama.argument_text
+    assert llama.takes_tools and llama.one_call and llama.calls.bare
     functionary = get_family("meetkai-functionary-medium-v3.2").format
-    assert functionary.argument_text and not functionary.one_call
+    assert functionary.takes_tools and not functionary.one_call
     gemma = get_family("google-gemma-2-2b-it").format
     assert not gemma.takes_tools and gemma.calls == GENERIC.calls
     lfm = get_family("LFM2-8B-A1B").format
@@ -114,5 +113,5 @@ def test_tools_that_a_template_fails_on_are_described_in_words() -> None:
     for kind, in_words in (("string", False), ("object", True)):
         parameter = {"type": kind, "description": "Any."}
         tool = Tool("look", "Looks", {"type": "object", "properties": {"a": parameter}, "required": ["a"]})
-        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool.for_template(),)))
+        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool,)))
         assert "look" in rendered and ("You can call these tools" in rendered) is in_words

@@ -1,16 +1,17 @@
-"""A gap in a text: the order of its parts, what is cut when it is long, and who is refused."""
+"""A gap in a text: the order of its parts, what is cut when it is long, and models that cannot."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
+from cllm.messages import Prepare, Prepared
 from cllm.testing import FakeVocabulary
 from cllm.text.prompt import Gap, Snippet, infill_prompt
-from cllm.types import InfillTokens, TokenBound
-from cllm.workers.messages import Refused, TokenizeInfill, Tokens
+from cllm.types import Failure, InfillTokens, TokenBound
 from cllm.workers.tokenizer import TokenizerWorker
 
 PRE, SUF, MID, REP, SEP, BOS = range(300, 306)
@@ -68,7 +69,7 @@ def test_what_does_not_fit_is_cut_at_the_far_ends(
         snippets=(Snippet("s" * snippet),),
     )
     whole = infill_prompt(Taught(begins=begins), gap)
-    cut = infill_prompt(Taught(begins=begins), gap, room)
+    cut = infill_prompt(Taught(begins=begins), msgspec.structs.replace(gap, cut_to=room))
     if len(whole) <= room:
         assert cut == whole
         return
@@ -86,18 +87,18 @@ def test_a_model_that_was_not_taught_says_so() -> None:
         infill_prompt(FakeVocabulary(), Gap(prefix="a", suffix="b"))
     assert refusal.value.field == "suffix"
     answer = TokenizerWorker(FakeVocabulary(), None).perform(
-        TokenizeInfill(Gap(prefix="a", suffix="b", snippets=()))
+        Prepare((Gap(prefix="a", suffix="b", snippets=()),))
     )
-    assert isinstance(answer, Refused) and answer.field == "input_suffix"
+    assert isinstance(answer, Failure) and answer.field == "input_suffix"
 
 
 def test_without_room_a_long_text_is_refused() -> None:
     worker = TokenizerWorker(Taught(), None)
-    task = TokenizeInfill(Gap(prefix="a" * 50, suffix="b"), 20)
-    refused = worker.perform(task)
-    assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
-    cut = worker.perform(TokenizeInfill(task.gap, 20, cut_to=15))
-    assert isinstance(cut, Tokens) and len(cut.tokens) == 15
+    gap = Gap(prefix="a" * 50, suffix="b")
+    refused = worker.perform(Prepare((gap,), 20))
+    assert isinstance(refused, Failure) and refused.code == "context_length_exceeded"
+    cut = worker.perform(Prepare((msgspec.structs.replace(gap, cut_to=15),), 20))
+    assert isinstance(cut, Prepared) and len(cut.prompts[0].prompt.items) == 15
 
 
 @given(
@@ -122,7 +123,8 @@ def test_text_that_is_cut_away_is_not_tokenised(
         bound = TokenBound()
 
     texts = tuple(Snippet(chr(97 + number) * size) for number, size in enumerate(snippets))
-    gap = Gap(prefix="0123456789" * 30 + "p" * prefix, suffix="s" * suffix, snippets=texts)
+    before = "0123456789" * 30 + "p" * prefix
+    gap = Gap(prefix=before, suffix="s" * suffix, snippets=texts, cut_to=room)
     vocabulary = Counting()
-    assert infill_prompt(vocabulary, gap, room) == infill_prompt(Unbounded(), gap, room)
+    assert infill_prompt(vocabulary, gap) == infill_prompt(Unbounded(), gap)
     assert vocabulary.tokenized <= 3 * room * vocabulary.bound.longest + 100

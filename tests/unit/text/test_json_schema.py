@@ -25,11 +25,12 @@ from cllm.text.json_schema import (
     get_text_expression,
     parse_schemas,
 )
-from cllm.text.structured_output import Constraint, GrammarCompiler
+from cllm.text.structured_output import Constraint, GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintKind, ConstraintSpec
+from tests.driver.masks import get_mask
 
 ROOT = Path(__file__).parents[3]
-COMPILER = GrammarCompiler(FakeVocabulary())
+COMPILER, MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
 CLOSED_A, CLOSED_B = ({**each, "additionalProperties": False} for each in (A, B))
@@ -46,10 +47,10 @@ def fits(schema: Any, text: str) -> bool:
 def takes(constraint: Constraint, text: str) -> bool:
     """Whether an answer may be this text, and end there."""
     for byte in text.encode():
-        if constraint.complete or not constraint.mask()[byte]:
+        if constraint.complete or not get_mask(MASKS, constraint)[byte]:
             return False
         constraint.accept(byte)
-    return constraint.complete or any(constraint.mask()[end] for end in FakeVocabulary.ends)
+    return constraint.complete or any(get_mask(MASKS, constraint)[end] for end in FakeVocabulary.ends)
 
 
 @pytest.mark.parametrize(

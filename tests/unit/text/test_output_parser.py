@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cllm.text.chat_format import ARGUMENTS as ARGUMENTS_SLOT
-from cllm.text.chat_format import Call, ChatFormat, Tool, write_calls
+from cllm.text.chat_format import ChatFormat, Slot, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import (
     ContentText,
     OutputEvent,
@@ -93,7 +92,7 @@ def spelled(chat_format: ChatFormat, parts: Parts) -> str:
         wrap = known.text_openings[:1], known.text_closings[:1]
         answer += "".join(wrap[0]) + parts.text + "".join(wrap[1])
     if parts.calls:
-        calls = [Call(name, arguments, "abcdefgh1") for name, arguments in parts.calls]
+        calls = [WrittenCall(name, arguments, "abcdefgh1") for name, arguments in parts.calls]
         answer += known.calls.before * bool(parts.text) + write_calls(known.calls, calls)
     return answer.removeprefix(known.lead)
 
@@ -182,7 +181,7 @@ def test_pieces_never_matter(data: st.DataObject, soup: str, chat_format: ChatFo
 def test_what_is_too_far_away_does_not_depend_on_the_pieces(name: str, length: int) -> None:
     """Between a name and its arguments, and in an id, a bounded number of characters may stand."""
     chat_format = FORMATS[name]
-    written = write_calls(chat_format.calls, [Call("look", {"a": 1}, "abcdefgh1")])
+    written = write_calls(chat_format.calls, [WrittenCall("look", {"a": 1}, "abcdefgh1")])
     for mark in ("look", chat_format.calls.opening[:24]):
         soup = written.replace(mark, mark + "x " * (length // 2), 1)
         readings = [
@@ -223,7 +222,7 @@ def test_no_word_is_lost(fragments: list[str], chat_format: ChatFormat) -> None:
 
 @each_format
 def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(chat_format: ChatFormat) -> None:
-    (key,) = (key for key, slot in chat_format.calls.keys if slot == ARGUMENTS_SLOT)
+    (key,) = (key for key, slot in chat_format.calls.keys if slot == Slot.ARGUMENTS)
     answer = f" [ [{json.dumps({'name': 'look', key: {'n': 1}})}]]"
     reader = OutputParser(chat_format, TOOLS)
     wanted = (("look", {"n": 1}),) if chat_format.calls.bare else ()

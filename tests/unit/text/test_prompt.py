@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from cllm.errors import InvalidRequest
+from cllm.messages import Prepare, Prepared
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.prompt import Chat, PromptBuilder
-from cllm.workers.messages import Refused, TokenizeChat, TokenizeText, Tokens
+from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder, RawText
+from cllm.types import Failure, Prompt
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -22,7 +23,7 @@ def builder(template: str | None = TEMPLATE) -> PromptBuilder:
 
 
 def tokens_of(template: str | None, *messages: dict[str, Any], **more: Any) -> list[int]:
-    return builder(template).tokenize(Chat(messages, **more)).tokens
+    return builder(template).tokenize(Chat(messages, **more))[0]
 
 
 def test_a_conversation_is_rendered_with_control_tokens() -> None:
@@ -34,8 +35,9 @@ def test_control_tokens_in_a_message_stay_plain_text() -> None:
     tokens = tokens_of(TEMPLATE, {"role": "user", "content": " a<|x|>b <|x|>"})
     assert tokens == [CONTROL, *b"user:a<|x|>b <|x|>", CONTROL]
     worker = TokenizerWorker(FakeVocabulary(), None)
-    assert worker.perform(TokenizeText("<|x|>")) == Tokens(tuple(b"<|x|>"))
-    assert worker.perform(TokenizeText("<|x|>", parse_special=True)) == Tokens((CONTROL,))
+    for parse_special, expected in ((False, tuple(b"<|x|>")), (True, (CONTROL,))):
+        answer = worker.perform(Prepare((RawText(("<|x|>",), parse_special=parse_special),)))
+        assert answer == Prepared((PreparedPrompt(Prompt(expected)),))
 
 
 def test_control_tokens_hidden_in_a_role_or_deeper_stay_plain_text() -> None:
@@ -50,7 +52,7 @@ def test_a_model_without_a_template_gets_chatml() -> None:
 
 
 def test_a_template_that_refuses_every_shape_is_a_client_error() -> None:
-    with pytest.raises(InvalidRequest, match=r"roles must alternate.*folding .* did not help") as refusal:
+    with pytest.raises(InvalidRequest, match=r"roles must alternate.*merging .* did not help") as refusal:
         tokens_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "hi"})
     assert refusal.value.field == "messages"
 
@@ -72,8 +74,8 @@ THINKING = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{{ '\\n' }
 def test_how_a_prompt_goes_on_after_the_template(fields: Any, end: str, thinking: bool) -> None:
     chat = Chat(({"role": "user", "content": "?"},), **fields)
     assert builder(THINKING).render(chat) == f"?|{end}"
-    prompt = builder(THINKING).tokenize(chat)
-    assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"?|{end}", thinking)
+    tokens, inside = builder(THINKING).tokenize(chat)
+    assert (bytes(tokens).decode(), inside) == (f"?|{end}", thinking)
 
 
 WITH_REASONING = (
@@ -84,27 +86,27 @@ WITH_REASONING = (
 
 
 @pytest.mark.parametrize(
-    ("fields", "end", "thinking"),
+    ("fields", "opened", "end", "thinking"),
     [
-        ({}, "", False),
-        ({"opened": True}, "[THINK]", True),
-        ({"opened": True, "think": False}, "", False),
-        ({"opened": True, "prefill": "It"}, "It", False),
-        ({"options": {"opened": "[THINK]"}}, "[THINK]", True),
-        ({"options": {"opened": "[THINK]"}, "think": False}, "[THINK]\n\n[/THINK]\n\n", False),
-        ({"thoughts": "hm"}, "[THINK]\nhm", True),
-        ({"options": {"opened": "[THINK][/THINK]"}, "opened": True}, "[THINK][/THINK]", False),
+        ({}, False, "", False),
+        ({}, True, "[THINK]", True),
+        ({"think": False}, True, "", False),
+        ({"prefill": "It"}, True, "It", False),
+        ({"options": {"opened": "[THINK]"}}, False, "[THINK]", True),
+        ({"options": {"opened": "[THINK]"}, "think": False}, False, "[THINK]\n\n[/THINK]\n\n", False),
+        ({"thoughts": "hm"}, False, "[THINK]\nhm", True),
+        ({"options": {"opened": "[THINK][/THINK]"}}, True, "[THINK][/THINK]", False),
     ],
 )
-def test_reasoning_between_other_markers(fields: Any, end: str, thinking: bool) -> None:
+def test_reasoning_between_other_markers(fields: Any, opened: bool, end: str, thinking: bool) -> None:
     chat = Chat(({"role": "user", "content": "?"},), **fields)
-    prompt = builder(WITH_REASONING).tokenize(chat)
-    assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"<user>?<assistant>{end}", thinking)
+    tokens, inside = builder(WITH_REASONING).tokenize(chat, opened=opened)
+    assert (bytes(tokens).decode(), inside) == (f"<user>?<assistant>{end}", thinking)
 
 
 @pytest.mark.parametrize(
     "hostile", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
 )
 def test_a_template_cannot_walk_out_of_its_sandbox(hostile: str) -> None:
-    answer = TokenizerWorker(FakeVocabulary(), hostile).perform(TokenizeChat(Chat(({"role": "user"},))))
-    assert isinstance(answer, Refused)
+    answer = TokenizerWorker(FakeVocabulary(), hostile).perform(Prepare((Chat(({"role": "user"},)),)))
+    assert isinstance(answer, Failure)

@@ -20,7 +20,7 @@ ASSISTANT = {"role": "assistant", "content": "Yes."}
 CALL = {"id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00001"}
-TOOL = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}}).for_template()
+TOOL = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
 class Spelled(FakeVocabulary):
@@ -28,22 +28,8 @@ class Spelled(FakeVocabulary):
     end_text = "</s>"
 
 
-def rendered(template: str, *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-    return PromptBuilder(Spelled(), ChatTemplate(template)).render(Chat(messages, tuple(tools or ())))
-
-
-def test_plain_turns_with_trimmed_blocks() -> None:
-    template = """
-{%- for message in messages %}
-    {{- '<|turn|>' + message['role'] + '\\n' }}
-    {{- message['content'] | trim + '<|over|>' }}
-{% endfor %}
-{% if add_generation_prompt %}
-<|turn|>assistant
-{% endif %}"""
-    assert rendered(template, SYSTEM, USER) == (
-        "<|turn|>system\nBe brief.<|over|>\n<|turn|>user\nIs 1 < 2 & 3?<|over|>\n<|turn|>assistant\n"
-    ), "no HTML escapes, and blocks leave no blank lines"
+def rendered(template: str, *messages: dict[str, Any], tools: tuple[Tool, ...] = ()) -> str:
+    return PromptBuilder(Spelled(), ChatTemplate(template)).render(Chat(messages, tools))
 
 
 ALTERNATING = """{{ bos_token }}
@@ -72,7 +58,7 @@ def test_a_refused_system_role_goes_into_the_first_message() -> None:
 
 
 def test_tools_go_where_a_template_without_a_system_role_takes_them() -> None:
-    text = rendered(ALTERNATING, USER, CALLING_AS_SENT, RESULT, tools=[TOOL])
+    text = rendered(ALTERNATING, USER, CALLING_AS_SENT, RESULT, tools=(TOOL,))
     assert '{"name": "add", "description": "Adds"' in text and "Result of add: 3" in text
     assert text.index("You can call these tools") < text.index("Is 1 < 2")
 
@@ -119,8 +105,8 @@ Year: {{ date_string }} {{ system }}
 
 
 def test_tools_namespaces_slices_dates_and_indented_json() -> None:
-    text = rendered(WITH_TOOLS, SYSTEM, USER, CALLING, RESULT, tools=[TOOL])
-    assert json.dumps(TOOL["function"], indent=4, ensure_ascii=False) in text
+    text = rendered(WITH_TOOLS, SYSTEM, USER, CALLING, RESULT, tools=(TOOL,))
+    assert json.dumps(TOOL.for_template()["function"], indent=4, ensure_ascii=False) in text
     assert f"Year: {time.strftime('%d %b %Y')} Be brief.|user|Is 1 < 2 & 3?" in text
     assert (
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é<"}}</tool_call><result>3</result>' in text
@@ -132,24 +118,8 @@ def test_tools_namespaces_slices_dates_and_indented_json() -> None:
 def test_a_template_that_wants_short_ids_gets_them() -> None:
     call = {"id": "call_0123456789abcdef", "function": {"name": "add", "arguments": "{}"}}
     result = {**RESULT, "tool_call_id": call["id"]}
-    text = rendered(WITH_TOOLS, USER, {**CALLING, "tool_calls": [call]}, result, tools=[TOOL])
+    text = rendered(WITH_TOOLS, USER, {**CALLING, "tool_calls": [call]}, result, tools=(TOOL,))
     assert '"name": "add", "arguments": {}}</tool_call><result>3</result>' in text
-
-
-def test_loop_controls_methods_of_texts_and_reversed_slices() -> None:
-    template = """
-{%- for message in messages[::-1] -%}
-    {%- if message.role == 'tool' -%}{%- continue -%}{%- endif -%}
-    {%- if '</think>' in message.content -%}
-        {{- message.content.split('</think>')[-1].lstrip('\\n') -}}
-        {%- break -%}
-    {%- endif -%}
-{%- endfor -%}
-{%- if messages[-1].content.startswith('3') and not messages[-1].content.endswith('x') -%}
-!{{ messages[0].content[:2] | upper }}{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}
-{%- endif -%}"""
-    thoughts = {"role": "assistant", "content": "<think>hm</think>\nYes."}
-    assert ChatTemplate(template).render(messages=[USER, thoughts, RESULT]) == "Yes.!IS1"
 
 
 def test_generation_blocks_show_their_inside_and_see_the_loop() -> None:
@@ -186,10 +156,10 @@ def test_macros_thoughts_and_variables_of_the_client() -> None:
 {{ '<think>\\n' }}
 {%- endif -%}"""
     builder = PromptBuilder(Spelled(), ChatTemplate(template))
-    assert builder.tokenize(Chat((USER,))).thinking
-    assert not builder.tokenize(Chat((USER,), think=False)).thinking
-    quiet = builder.tokenize(Chat((USER,), options={"enable_thinking": False}))
-    assert not quiet.thinking and bytes(quiet.tokens).endswith(b"<assistant><think>\n\n</think>\n\n")
+    assert builder.tokenize(Chat((USER,)))[1]
+    assert not builder.tokenize(Chat((USER,), think=False))[1]
+    tokens, thinking = builder.tokenize(Chat((USER,), options={"enable_thinking": False}))
+    assert not thinking and bytes(tokens).endswith(b"<assistant><think>\n\n</think>\n\n")
 
 
 def test_a_template_that_does_not_compile_harms_only_chats() -> None:

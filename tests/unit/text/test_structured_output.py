@@ -18,15 +18,26 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
+from cllm.messages import Prepare, Report, StepReport
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text import structured_output
-from cllm.text.structured_output import GrammarCompiler, _allocated_bytes
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
+from cllm.text.prompt import RawText
+from cllm.text.structured_output import GrammarCompiler, MaskBuilder, _allocated_bytes
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    Failure,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from cllm.workers.tokenizer import TokenizerWorker
+from tests.driver.masks import get_mask
 from tests.profiles import examples
 
-COMPILER = GrammarCompiler(FakeVocabulary())
+COMPILER, MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
 
 
 def spec(kind: str, source: str) -> ConstraintSpec:
@@ -41,7 +52,7 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
         loop.scheduler.add(
             Request(
                 id=str(number),
-                prompt=tuple(b"prompt %d" % number),
+                prompt=Prompt(tuple(b"prompt %d" % number)),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(seed=seed),
                 constraint=constraint,
@@ -162,8 +173,9 @@ def test_max_tokens_ends_a_constrained_answer_with_length() -> None:
 def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
     with pytest.raises(InvalidRequest):
         COMPILER.compile(bad)
-    refused = TokenizerWorker(FakeVocabulary(), None).perform(CheckConstraint(bad))
-    assert isinstance(refused, Refused) and "\n" not in refused.message
+    task = Prepare((RawText(("x",)),), constraint=bad)
+    refused = TokenizerWorker(FakeVocabulary(), None).perform(task)
+    assert isinstance(refused, Failure) and "\n" not in refused.message
 
 
 def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:
@@ -216,7 +228,7 @@ def test_a_grammar_that_has_grown_makes_room_and_is_compiled_again() -> None:
     compiler.compile(other)
     assert list(compiler._cached) == [other]
     again = compiler.compile(spec)
-    assert again.mask()[ord("x")] and used.mask()[ord("x")]
+    assert all(get_mask(MASKS, constraint)[ord("x")] for constraint in (again, used))
 
 
 def test_a_grammar_that_is_only_checked_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,5 +256,5 @@ def test_a_grammar_that_grows_too_far_fails_with_the_limit(
     constraint = GrammarCompiler(FakeVocabulary()).compile(spec("regex", "[a-z]{1,500}"))
     with pytest.raises(InvalidRequest, match=r"more than 65536 states: use shorter repetitions"):
         for _ in range(400):
-            constraint.mask()
+            get_mask(MASKS, constraint)
             constraint.accept(ord("x"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cllm.messages import TokenizerReady
 from cllm.types import TokenBound
-from cllm.workers.messages import TokenizerReady
 from tests.unit.workers.crashing_worker import main
 
 LONGEST = 10

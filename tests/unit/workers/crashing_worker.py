@@ -11,19 +11,20 @@ import time
 
 import msgspec
 
-from cllm.text.prompt import Chat
-from cllm.workers.channel import Channel
-from cllm.workers.messages import (
-    CheckConstraint,
+from cllm.messages import (
     Died,
     Heartbeat,
+    Prepare,
     RenderChat,
     Text,
     TokenizerCall,
     TokenizerReady,
     TokenizerReply,
-    TokenizeText,
+    TokenizeTexts,
 )
+from cllm.text.prompt import Chat
+from cllm.types import ConstraintSpec
+from cllm.workers.channel import Channel
 
 
 def beat(channel: Channel) -> None:
@@ -45,24 +46,24 @@ def main(first: TokenizerReady | None = None) -> None:
         call = msgspec.msgpack.decode(frame, type=TokenizerCall)
         time.sleep(0.02)  # so that the others are here too when it dies
         match call.task:
-            case TokenizeText(text="die") | CheckConstraint():
+            case TokenizeTexts(("die",)) | Prepare(constraint=ConstraintSpec()):
                 os.kill(os.getpid(), signal.SIGKILL)
-            case TokenizeText(text="give up"):
+            case TokenizeTexts(("give up",)):
                 channel.send(msgspec.msgpack.encode(Died("model_file_error", "no such file")))
                 sys.exit(1)
-            case TokenizeText(text="hang"):
+            case TokenizeTexts(("hang",)):
                 time.sleep(600)
-            case TokenizeText(text="stop"):
+            case TokenizeTexts(("stop",)):
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case TokenizeText(text="mumble"):
+            case TokenizeTexts(("mumble",)):
                 channel.send(b"\xc1 is no MessagePack")
-            case TokenizeText(text="who"):
+            case TokenizeTexts(("who",)):
                 channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(str(os.getpid())))))
             case RenderChat(Chat(({"content": "endless"},))):
                 os.kill(os.getpid(), signal.SIGPROF)
             case RenderChat():
                 channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text("rendered"))))
-            case TokenizeText(text=text):
+            case TokenizeTexts((text,)):
                 time.sleep(0.3 if text == "slow" else 0)
                 channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(text))))
 

@@ -30,7 +30,7 @@ def test_a_frame_is_taken_when_its_last_byte_is_there() -> None:
     data = b"\x03\0\0\0abc" + b"\0\0\0\0" + b"\x01\0\0\0d"
     taken = []
     for index in range(len(data)):
-        buffer.add(data[index : index + 1])
+        buffer += data[index : index + 1]
         while (frame := buffer.take()) is not None:
             taken.append((index, frame))
     assert taken == [(6, b"abc"), (10, b""), (15, b"d")]

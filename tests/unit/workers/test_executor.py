@@ -14,14 +14,13 @@ import pytest
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
+from cllm.messages import Submit, Text, TokenizeTexts
 from cllm.testing import expected_text
-from cllm.types import FinishReason, Health, Request, SamplingParams
+from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
-from cllm.workers.messages import Submit, Text, TokenizeText
 from cllm.workers.supervisor import Backoff, Supervisor
 from tests.driver.server import wait_for
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 
 PATIENCE_S = 60
 
@@ -50,16 +49,16 @@ class StartFailure:
 
 
 def request(name: str) -> Request:
-    return Request(id=name, prompt=tuple(name.encode()), max_tokens=8)
+    return Request(id=name, prompt=Prompt(tuple(name.encode())), max_tokens=8)
 
 
 def test_an_engine_that_ends_itself_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
     """Was: after two failed steps all 40 got an error from the dying engine, and none was replayed."""
     config = EngineConfig(model=str(tmp_path / "mark"), draft_tokens=0)
-    engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
+    engine = BlockingEngine(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
-        engine.wait_ready(PATIENCE_S)
+        engine.loaded.result(PATIENCE_S)
         names = [f"request {number}" for number in range(40)]
         streams = [engine.submit(request(name), BlockingOutputStream) for name in names]
         for name, stream in zip(names, streams, strict=True):
@@ -78,10 +77,10 @@ def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
     monkeypatch.setattr(Backoff, "MAX_DELAY_S", 0.05)
     starts = StartFailure(monkeypatch)
     config = EngineConfig(model=str(tmp_path / "mark"), draft_tokens=0)
-    engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
+    engine = BlockingEngine(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
-        engine.wait_ready(PATIENCE_S)
+        engine.loaded.result(PATIENCE_S)
         starts.failing = True
         stream = engine.submit(request("r0"), BlockingOutputStream)  # it ends itself of this one
         failure = list(stream)[-1].error
@@ -101,7 +100,7 @@ def test_a_tokenizer_that_cannot_be_started_is_tried_until_it_can(
     """Was: one failed start, and every later task waited for ever. No task is to blame for it."""
     starts = StartFailure(monkeypatch)
     starts.failing = True
-    tasks = [tokenizer.submit(TokenizeText(str(number))) for number in range(3)]
+    tasks = [tokenizer.submit(TokenizeTexts((str(number),))) for number in range(3)]
     wait_for(lambda: starts.tries >= 2, PATIENCE_S)
     starts.failing = False
     assert [task.result(PATIENCE_S) for task in tasks] == [Text("0"), Text("1"), Text("2")]
@@ -114,21 +113,21 @@ def test_tasks_are_refused_once_a_tokenizer_could_not_be_started_several_times(
     starts = StartFailure(monkeypatch)
     starts.failing = True
     for _ in range(2):
-        error = tokenizer.submit(TokenizeText("x")).exception(PATIENCE_S)
+        error = tokenizer.submit(TokenizeTexts(("x",))).exception(PATIENCE_S)
         assert isinstance(error, EngineNotReady) and "could not be started" in error.message
     starts.failing = False
-    assert tokenizer.submit(TokenizeText("y")).result(PATIENCE_S) == Text("y")
+    assert tokenizer.submit(TokenizeTexts(("y",))).result(PATIENCE_S) == Text("y")
 
 
 def test_tasks_of_a_tokenizer_that_does_not_read_are_replayed(
     tokenizer: ProcessTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "SILENCE_LIMIT_S", 0.5)
-    pid = tokenizer.submit(TokenizeText("who")).result(PATIENCE_S)
+    pid = tokenizer.submit(TokenizeTexts(("who",))).result(PATIENCE_S)
     assert isinstance(pid, Text)
     os.kill(int(pid.text), signal.SIGSTOP)
     large = "x" * (1 << 20)
-    tasks = [tokenizer.submit(TokenizeText(large)) for _ in range(6)]
+    tasks = [tokenizer.submit(TokenizeTexts((large,))) for _ in range(6)]
     assert {task.result(PATIENCE_S) for task in tasks} == {Text(large)}
 
 
@@ -139,4 +138,4 @@ def test_a_request_that_no_message_can_carry_is_refused(value: dict[str, Any], m
     executor = ProcessExecutor(EngineConfig())
     sampling = SamplingParams(seed=value.pop("seed", 0))
     with pytest.raises(InvalidRequest, match=match):
-        executor.send(Submit(Request(id="r", prompt=(1,), max_tokens=1, sampling=sampling, **value)))
+        executor.send(Submit(Request(id="r", prompt=Prompt((1,)), max_tokens=1, sampling=sampling, **value)))

@@ -17,8 +17,7 @@ import pytest
 
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady
-from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import (
+from cllm.messages import (
     Died,
     Ready,
     Report,
@@ -26,8 +25,9 @@ from cllm.workers.messages import (
     TokenizerCall,
     TokenizerReady,
     TokenizerReply,
-    TokenizeText,
+    TokenizeTexts,
 )
+from cllm.workers.channel import WorkerProcess
 from cllm.workers.supervisor import START_FAILED, Attempt, Backoff, Supervisor
 
 PATIENCE_S = 60
@@ -46,7 +46,7 @@ class Worker:
         self.supervisor.start(self.reports.put, delay_s)
 
     def send(self, text: str) -> None:
-        self.supervisor.send(msgspec.msgpack.encode(TokenizerCall(0, TokenizeText(text))), refusable=True)
+        self.supervisor.send(msgspec.msgpack.encode(TokenizerCall(0, TokenizeTexts((text,)))), refusable=True)
 
     def next(self) -> Any:
         return self.reports.get(timeout=PATIENCE_S)

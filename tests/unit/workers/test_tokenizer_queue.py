@@ -9,25 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import TokenizerBusy
+from cllm.messages import Prepare, TokenizerTask, TokenizeTexts
+from cllm.text.prompt import RawText
 from cllm.types import ConstraintKind, ConstraintSpec
-from cllm.workers import tokenizer_queue
-from cllm.workers.messages import CheckConstraint, TokenizerTask, TokenizeText
-from cllm.workers.tokenizer_queue import LARGE_BYTES, THREADS, Call, TokenizerQueue
+from cllm.workers import executor
+from cllm.workers.executor import LARGE_BYTES, THREADS, PendingTask, TokenizerQueue
 
 _ids = itertools.count()
 
 
-def call(tenant: str = "", size: int = 10, task: TokenizerTask | None = None) -> Call:
-    return Call(next(_ids), task or TokenizeText(""), bytes(size), tenant)
+def call(tenant: str = "", size: int = 10, task: TokenizerTask | None = None) -> PendingTask:
+    return PendingTask(next(_ids), task or TokenizeTexts(("",)), bytes(size), tenant)
 
 
-def put(queue: TokenizerQueue, *calls: Call) -> list[Call]:
+def put(queue: TokenizerQueue, *calls: PendingTask) -> list[PendingTask]:
     for one in calls:
         queue.put(one)
     return list(calls)
 
 
-def take_all(queue: TokenizerQueue) -> list[Call]:
+def take_all(queue: TokenizerQueue) -> list[PendingTask]:
     """One at a time, as for a worker that is done with each at once."""
     return list(iter(lambda: queue.take([]), None))
 
@@ -56,7 +57,7 @@ def test_grammars_are_compiled_one_at_a_time() -> None:
     """On both threads the second would wait for the first, and run out of its own time."""
     queue = TokenizerQueue()
     spec = ConstraintSpec(ConstraintKind.REGEX, "a")
-    grammars = put(queue, *(call(task=CheckConstraint(spec)) for _ in range(2)))
+    grammars = put(queue, *(call(task=Prepare((RawText(("x",)),), constraint=spec)) for _ in range(2)))
     assert queue.take([]) is grammars[0]
     assert queue.take([grammars[0]]) is None
 
@@ -75,7 +76,7 @@ def test_a_suspect_runs_alone_and_before_the_others() -> None:
 def test_what_waits_is_bounded_and_a_tenant_within_its_share_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_queue, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(executor, "MAX_WAITING_BYTES", 1000)
     queue = TokenizerQueue()
     mine = put(queue, *(call("a", 300) for _ in range(3)))
     with pytest.raises(TokenizerBusy):
@@ -97,8 +98,8 @@ def test_every_task_is_taken_once_and_the_worker_is_never_overfull(
 ) -> None:
     queue = TokenizerQueue()
     waiting = put(queue, *(call(tenant, LARGE_BYTES + 1 if large else 1) for tenant, large in given_calls))
-    running: list[Call] = []
-    taken: list[Call] = []
+    running: list[PendingTask] = []
+    taken: list[PendingTask] = []
     while len(taken) < len(waiting) or running:
         if (one := queue.take(running)) is not None:
             running.append(one)

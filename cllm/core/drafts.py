@@ -1,0 +1,242 @@
+"""Drafts: drafters that propose the next tokens of a text, and how often their proposals come true."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence as Tokens
+
+from cllm.backend.base import Drafter
+from cllm.core.step_cost import TILE
+
+
+def common_length(one: Tokens[int], other: Tokens[int]) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((length for length, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+class NgramIndex:
+    """Where each n-gram of a text stood last: hash chains in flat arrays, some twenty bytes a token.
+
+    A place is the position after an n-gram. `_heads` has the latest place of each hash; from a place,
+    `_earlier` leads to the place before it of the same hash. What is found is compared with the text.
+    """
+
+    SIZES = (4, 3, 2)
+    SHIFT = 17  # a token's own bits, about: the hash is what its factor carries beyond them
+
+    def __init__(self, tokens: int) -> None:
+        """For about so many tokens; more of them make it slower, not wrong."""
+        buckets = 1 << tokens.bit_length()
+        self._mask = buckets - 1
+        # Random, so that no text can be made to fall on one chain; one for each token of the longest n-gram.
+        bits = self.SHIFT + buckets.bit_length()
+        self._factors = [random.getrandbits(bits) | 1 for _ in range(max(self.SIZES))]
+        self._heads = [array("i", bytes(buckets * array("i").itemsize)) for _ in self.SIZES]
+        self._earlier = [array("i") for _ in self.SIZES]
+        self._append = [earlier.append for earlier in self._earlier]
+        self._newest: Tokens[int] = [0] * max(self.SIZES)  # before `indexed`; before the text there are zeros
+        self.indexed = 0  # places below this are in the index
+
+    @property
+    def crowded(self) -> bool:
+        """Its chains have become long: a larger one is due."""
+        return self.indexed > 2 * self._mask
+
+    @property
+    def memory_bytes(self) -> int:
+        return array("i").itemsize * len(self.SIZES) * (self._mask + 1 + self.indexed)
+
+    def add(self, tokens: Tokens[int], max_indexed: int) -> None:
+        """Of tokens that are new, the first `max_indexed` come into the index.
+
+        It never has the last place: the newest tokens themselves are no earlier occurrence.
+        """
+        mask, shift, place = self._mask, self.SHIFT, self.indexed
+        first, second, third, fourth = self._factors
+        heads4, heads3, heads2 = self._heads
+        append4, append3, append2 = self._append
+        a, b, c, d = self._newest
+        for token in tokens[place : place + max_indexed]:
+            total = c * second + d * first
+            bucket = total >> shift & mask
+            append2(heads2[bucket])
+            heads2[bucket] = place
+            total += b * third
+            bucket = total >> shift & mask
+            append3(heads3[bucket])
+            heads3[bucket] = place
+            total += a * fourth
+            bucket = total >> shift & mask
+            append4(heads4[bucket])
+            heads4[bucket] = place
+            a, b, c, d = b, c, d, token
+            place += 1
+        self.indexed, self._newest = place, (a, b, c, d)
+
+    def find(self, tokens: Tokens[int]) -> int:
+        """The latest place of the longest of its newest n-grams that stood in it before; 0: none did."""
+        mask, shift = self._mask, self.SHIFT
+        first, second, third, fourth = self._factors
+        heads4, heads3, heads2 = self._heads
+        a, b, c, d = self._newest if self.indexed == len(tokens) else tokens[-len(self._factors) :]
+        total = c * second + d * first
+        bucket2 = total >> shift & mask
+        total += b * third
+        bucket3 = total >> shift & mask
+        bucket4 = total + a * fourth >> shift & mask
+        for number, found in enumerate((heads4[bucket4], heads3[bucket3], heads2[bucket2])):
+            if found:
+                size, earlier = self.SIZES[number], self._earlier[number]
+                newest = tokens[-size:]
+                while found:
+                    if found >= size and tokens[found - size : found] == newest:
+                        return found
+                    found = earlier[found]
+        return 0
+
+
+class NgramDrafter:
+    """Prompt lookup: proposes what followed when the newest tokens stood in the text before.
+
+    Good at summaries, code edits, tables, quoting; needs no second model. A text that repeats a short cycle
+    is proposed to go on repeating it.
+    """
+
+    MAX_INDEXED = 4096  # tokens of a long prompt indexed in one step
+
+    def __init__(self) -> None:
+        self._index: NgramIndex | None = None
+        self._larger: NgramIndex | None = None  # takes its place when it has caught up
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the index."""
+        return sum(index.memory_bytes for index in (self._index, self._larger) if index is not None)
+
+    def learn(self, tokens: Tokens[int]) -> NgramIndex:
+        """Take in what is new, before a proposal is wanted."""
+        if self._index is None:
+            self._index = NgramIndex(len(tokens))
+        self._index.add(tokens, self.MAX_INDEXED)
+        return self._index
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        index = self.learn(tokens)
+        place = index.find(tokens)
+        if self._larger is not None or index.crowded:
+            self._grow(tokens)
+        followed = list(tokens[place : place + max_tokens]) if place else []
+        return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
+
+    def _grow(self, tokens: Tokens[int]) -> None:
+        """Bring a larger index forward by a slice."""
+        if self._larger is None:
+            self._larger = NgramIndex(2 * len(tokens))
+        self._larger.add(tokens, self.MAX_INDEXED)
+        if self._larger.indexed == len(tokens):
+            self._index, self._larger = self._larger, None
+
+
+class PredictionDrafter:
+    """Proposes the text that the client expects, from where the answer has got to in it.
+
+    Where the answer has left it, it is found again by the newest n-gram; until then `others` drafts.
+    """
+
+    SIZE = NgramIndex.SIZES[1]
+
+    def __init__(self, prediction: Tokens[int], prompt_tokens: int, others: Drafter | None) -> None:
+        self._prediction = prediction
+        self._others = others
+        self._known = prompt_tokens  # of the tokens at the last call
+        self._place = 0  # in the prediction, as far as the answer has followed it
+        self._follows = True
+        self._places: dict[tuple[int, ...], list[int]] = {}  # after each n-gram
+        for end in range(self.SIZE, len(prediction)):
+            self._places.setdefault(tuple(prediction[end - self.SIZE : end]), []).append(end)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._others.memory_bytes if isinstance(self._others, NgramDrafter) else 0
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        new, self._known = tokens[self._known :], len(tokens)
+        if self._follows:
+            right = common_length(new, self._prediction[self._place : self._place + len(new)])
+            self._place += right
+            self._follows = right == len(new)
+        if not self._follows:
+            places = self._places.get(tuple(tokens[-self.SIZE :]), [])
+            if (after := bisect_right(places, self._place)) < len(places):
+                self._place, self._follows = places[after], True
+        if self._follows and (expected := self._prediction[self._place : self._place + max_tokens]):
+            return list(expected)
+        return self._others.propose(tokens, max_tokens) if self._others is not None else []
+
+
+class DraftState:
+    """One sequence's drafts: the standing proposal, and how often proposals come true.
+
+    Every proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
+    So text that does not repeat itself is never slowed down, and one that begins to is noticed.
+    """
+
+    MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
+    MAX_PAUSE = TILE  # steps
+
+    def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
+        """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
+        self._drafter = drafter
+        self._pauses = pauses
+        self._pause = 0  # steps left in which the drafter is not asked
+        self._proposed_at = 0  # how many tokens there were
+        self.proposal: list[int] = []
+        self.acceptance_rate = acceptance_rate
+        self.drafted = 0
+        self.accepted = 0
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        """Draft tokens for the next step, at most `max_tokens`; often none."""
+        self._judge(tokens)
+        self.proposal = []
+        if self._pause > 0:
+            self._pause -= 1
+        elif max_tokens > 0:
+            self.proposal = self._drafter.propose(tokens, max_tokens)
+            self._proposed_at = len(tokens)
+        return self.proposal
+
+    def learn(self, tokens: Tokens[int]) -> None:
+        """What would otherwise be done when it is asked for drafts."""
+        if isinstance(self._drafter, NgramDrafter):
+            self._drafter.learn(tokens)
+
+    def _judge(self, tokens: Tokens[int]) -> None:
+        for number, token in enumerate(self.proposal):
+            place = self._proposed_at + number
+            if place >= len(tokens):
+                return
+            right = tokens[place] == token
+            self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
+            if not right:
+                if self._pauses and not number:
+                    self._pause = min(self.MAX_PAUSE, int(1 / max(self.acceptance_rate, 1 / self.MAX_PAUSE)))
+                return
+
+    def expected(self, length: int) -> float:
+        """How many of so many draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
+        rate = self.acceptance_rate
+        return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What an n-gram drafter keeps of the text; a draft model's memory is allocated at its start."""
+        drafter = self._drafter
+        return drafter.memory_bytes if isinstance(drafter, NgramDrafter | PredictionDrafter) else 0
+
+    def reject(self) -> None:
+        """The drafts found no room: they must prove themselves again."""
+        self.acceptance_rate = 0.0

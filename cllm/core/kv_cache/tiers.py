@@ -1,0 +1,192 @@
+"""KV cache offload: states in host RAM, of cached prefixes and of preempted requests, in one byte budget.
+
+Preempted requests go first: they push cached prefixes out, never the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cllm.backend.base import KVState
+from cllm.core.kv_cache.layout import CellSegment
+from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint, PrefixTier
+from cllm.core.slot_pool import SlotPool
+
+MIB = 1 << 20
+MIN_NEW_SHARE = 8  # a prefix that grew takes another's place only if one part in so many of it is new
+
+
+class Entry(CachedPrefix):
+    """The KV state of a sequence that held exactly `tokens`, in RAM."""
+
+    __slots__ = ("size", "state")
+
+    def __init__(
+        self,
+        tenant: str,
+        tokens: Sequence[int],
+        state: KVState,
+        checkpoints: tuple[Checkpoint, ...] = (),
+        min_length: int = 0,
+        position: int | None = None,
+    ) -> None:
+        super().__init__(tenant, tokens, checkpoints, min_length, position)
+        self.state = state
+        self.size = get_entry_size(len(tokens), len(state) + count_bytes(checkpoints))
+
+
+def get_entry_size(tokens: int, state_bytes: int) -> int:
+    """What an entry counts for: its state and its tokens, in the entry and in the index."""
+    return state_bytes + tokens * 2 * TOKEN_BYTES
+
+
+def count_bytes(checkpoints: Sequence[Checkpoint]) -> int:
+    return sum(len(checkpoint.state) for checkpoint in checkpoints)
+
+
+class HostKVCache(PrefixTier[Entry]):
+    """Cached prefixes in RAM, least recently used out first.
+
+    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more
+    than the larger of the two together.
+    """
+
+    def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
+        super().__init__()
+        self.cached_limit = cached_limit
+        self.swap_limit = swap_limit
+        self.limit = max(cached_limit, swap_limit)
+        self.cached_bytes = 0
+        self.swapped_bytes = 0
+        self.checkpoint_bytes = 0  # of sequences and of slots, as of the last checkpoint
+        self.evictions = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that can be cached without pushing anything out."""
+        held = self.cached_bytes + self.checkpoint_bytes
+        return min(self.cached_limit, self.limit - self.swapped_bytes) - held
+
+    # Cached ----------------------------------------------------------------------------------------
+
+    def could_hold(self, size: int) -> bool:
+        """Whether an entry of this size fits if everything else is pushed out."""
+        return size <= min(self.cached_limit, self.limit - self.swapped_bytes) - self.checkpoint_bytes
+
+    def put(self, entry: Entry) -> bool:
+        """Cache an entry; False if it is too large. The same tokens are kept once."""
+        if not self.could_hold(entry.size):
+            return False
+        for other in self.covered(entry):
+            if len(other.tokens) == len(entry.tokens):
+                self.drop(other)
+        while entry.size > self.room:
+            self._evict()
+        self.insert(entry)
+        self.cached_bytes += entry.size
+        return True
+
+    def drop(self, entry: Entry) -> None:
+        """Forget an entry; one that is gone already is left alone."""
+        if self.remove(entry):
+            self.cached_bytes -= entry.size
+
+    def _evict(self) -> None:
+        self.drop(next(iter(self.entries)))
+        self.evictions += 1
+
+    def hold_checkpoints(self, size: int) -> None:
+        """Checkpoints of sequences and slots take so many bytes now; cached prefixes give way."""
+        self.checkpoint_bytes = size
+        while self.entries and self.room < 0:
+            self._evict()
+
+    # Swap space ------------------------------------------------------------------------------------
+
+    def reserve(self, size: int) -> bool:
+        """Take bytes for a preempted request, from cached prefixes if need be; False if there are too few."""
+        if self.swapped_bytes + size > self.swap_limit:
+            return False
+        while self.swapped_bytes + size + self.cached_bytes > self.limit:
+            self._evict()
+        self.swapped_bytes += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self.swapped_bytes -= size
+        assert self.swapped_bytes >= 0, "more was given back than reserved"
+
+
+class SlotContent(CachedPrefix):
+    """The KV that a released slot still holds."""
+
+    __slots__ = ("segments", "seq_id")
+
+    def __init__(
+        self,
+        seq_id: int,
+        tenant: str,
+        tokens: Sequence[int],
+        segments: list[CellSegment],
+        checkpoints: tuple[Checkpoint, ...] = (),
+        min_length: int = 0,
+        position: int | None = None,
+    ) -> None:
+        super().__init__(tenant, tokens, checkpoints, min_length, position)
+        self.seq_id = seq_id
+        self.segments = segments
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.tokens)
+
+    def mostly_beyond(self, length: int) -> bool:
+        """Whether most of it follows its first `length` tokens: another conversation, not another branch."""
+        return len(self.tokens) > 2 * length
+
+
+class DeviceKVCache(PrefixTier[SlotContent]):
+    """The contents of free slots, least recently used first."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._by_slot: dict[int, SlotContent] = {}
+        self.evictions = 0
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """The next position of each slot, as the KV memory must have it."""
+        return {seq_id: content.position for seq_id, content in self._by_slot.items()}
+
+    def get(self, seq_id: int) -> SlotContent | None:
+        return self._by_slot.get(seq_id)
+
+    def insert(self, entry: SlotContent) -> None:
+        super().insert(entry)
+        self._by_slot[entry.seq_id] = entry
+
+    def remove(self, entry: SlotContent) -> bool:
+        """Its slot is about to be leased or cleared."""
+        self._by_slot.pop(entry.seq_id, None)
+        return super().remove(entry)
+
+    def clear(self, entry: SlotContent) -> None:
+        """Forget a content and empty its slot."""
+        if self.remove(entry):
+            self._pool.clear(entry.seq_id)
+
+    def exchange(self, first: int, second: int) -> None:
+        """The contents of two slots are exchanged."""
+        contents = (self._by_slot.pop(first, None), self._by_slot.pop(second, None))
+        for content, seq_id in zip(contents, (second, first), strict=True):
+            if content is not None:
+                content.seq_id = seq_id
+                self._by_slot[seq_id] = content
+
+    def empty_slots(self) -> list[int]:
+        return sorted(self._pool.free_ids - self._by_slot.keys())
+
+    def next_victim(self, keep: SlotContent | None = None) -> SlotContent | None:
+        """The content to be evicted next, other than `keep`."""
+        return next((content for content in self.entries if content is not keep), None)

@@ -1,0 +1,259 @@
+"""Request bodies: structs that a JSON object is read into, as leniently as clients need.
+
+Null stands for a field that was left out, and 64.0 for 64: some languages have no integers. Other names of a
+field (`ALIASES`) are read as the field itself, and fields that a body does not know are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import msgspec
+from msgspec import Meta, inspect
+from starlette.requests import ClientDisconnect, Request
+
+from cllm.errors import ClientGone, InvalidRequest
+
+MAX_DEPTH = 64
+LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
+JSON_TYPE = "application/json"
+NOT_AN_OBJECT = "the body is not a JSON object"
+NO_NUL = "^[^\0]*$"
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,256}$"
+_PATTERNS = {  # what a text that does not match is refused with
+    NO_NUL: "must not contain NUL",
+    FUNCTION_NAME: "must have 1 to 256 letters, digits, '_', '-' or '.'",
+}
+Kind = TypeVar("Kind", bound="Body")
+Read = Callable[[Any], Any]
+
+
+def about(description: str, *examples: Any, **bounds: Any) -> Meta:
+    """Make the description, examples and bounds of a field."""
+    return Meta(description=description, examples=[*examples] or None, **bounds)
+
+
+SourceText = Annotated[str, Meta(pattern=NO_NUL)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256, pattern=NO_NUL)]
+Name = Annotated[str, Meta(max_length=256)]
+ModelName = Annotated[
+    Name | None,
+    Meta(
+        description="Name or alias of a served model; of a server with one model: any plain name",
+        examples=["SmolLM2-135M-Instruct"],
+    ),
+]
+TokenId = Annotated[int, Meta(ge=0)]
+TokenLimit = Annotated[int, Meta(ge=-1)]
+"""A number of tokens to generate. -1 stands for as many as fit."""
+
+
+class Body:
+    """Mixin of request bodies: `class ChatBody(msgspec.Struct, Body, kw_only=True)`."""
+
+    __slots__ = ()
+    ALIASES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Field → the names it is read by, the first that a body has."""
+    NULLS: ClassVar[frozenset[str]] = frozenset()
+    """Fields where null has a meaning of its own."""
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Adapt the JSON object before its fields are read. Raises ValueError."""
+        return value
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises ValueError."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Read a body from a JSON value. Raises InvalidRequest, which names the field."""
+        check_depth(value)
+        try:
+            return msgspec.convert(normalize(cls, value), cls)
+        except (msgspec.ValidationError, ValueError) as error:
+            refusal = describe(error)
+            aliases = dict(_get_reader(cls).aliases)  # type: ignore[arg-type]
+            for spelling in aliases.get(refusal.field or "", ()):
+                if isinstance(value, dict) and value.get(spelling) is not None:
+                    named = refusal.message.replace(str(refusal.field), spelling, 1)
+                    raise InvalidRequest(named, spelling) from None
+            raise refusal from None
+
+
+class _Reader(NamedTuple):
+    """The aliases, integers and nested bodies among the fields of a struct."""
+
+    aliases: tuple[tuple[str, tuple[str, ...]], ...]
+    integers: frozenset[str]
+    nested: dict[str, Read]
+
+
+def normalize(kind: type[Body], value: Any) -> Any:
+    """The value as `msgspec.convert` takes it. Raises ValueError, which names the place."""
+    if not isinstance(value, dict):
+        return value
+    value = kind.prepare(value)
+    reader = _get_reader(kind)  # type: ignore[arg-type]
+    for name, spellings in reader.aliases:
+        if (found := next((each for each in spellings if value.get(each) is not None), name)) != name:
+            value = {**value, name: value[found]}
+    read = {}
+    for key, item in value.items():
+        if item is None and key not in kind.NULLS:
+            continue
+        if (convert := reader.nested.get(key)) is not None:
+            try:
+                item = convert(item)
+            except ValueError as error:
+                raise ValueError(_join(f".{key}", error)) from None
+        elif type(item) is float and key in reader.integers and item.is_integer():
+            item = int(item)
+        read[key] = item
+    return read
+
+
+def _join(place: str, error: ValueError) -> str:
+    """The message of an error inside a value, in msgspec's form."""
+    reason, _, inner = str(error).partition(" - at `$")
+    return f"{reason} - at `${place}{inner or '`'}"
+
+
+@cache
+def _get_reader(kind: type[Body]) -> _Reader:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    aliases = {
+        name: names
+        for each in reversed(kind.__mro__)
+        for name, names in vars(each).get("ALIASES", {}).items()
+    }
+    nested, integers = {}, set()
+    for field in info.fields:
+        if (read := _make_read(field.type)) is not None:
+            nested[field.encode_name] = read
+        elif any(isinstance(each, inspect.IntType) for each in _list_types(field.type)):
+            integers.add(field.encode_name)
+    return _Reader(tuple(aliases.items()), frozenset(integers), nested)
+
+
+def _list_types(kind: inspect.Type) -> list[inspect.Type]:
+    """The types of a union, without what is said about them; of any other type, itself."""
+    if isinstance(kind, inspect.Metadata):
+        return _list_types(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return [each for one in kind.types for each in _list_types(one)]
+    return [kind]
+
+
+def _make_read(kind: inspect.Type) -> Read | None:
+    """Make the function that normalises values of a type. None for a type without bodies inside."""
+    structs: dict[Any, type[Body]] = {}
+    tag_field: str | None = None
+    items: Read | None = None
+    for each in _list_types(kind):
+        if isinstance(each, inspect.StructType) and issubclass(each.cls, Body):
+            structs[each.tag], tag_field = each.cls, each.tag_field
+        elif isinstance(each, inspect.ListType | inspect.VarTupleType):
+            items = _make_read(each.item_type)
+    if not structs and items is None:
+        return None
+    return partial(_read_value, structs, tag_field, items)
+
+
+def _read_value(
+    structs: Mapping[Any, type[Body]], tag_field: str | None, items: Read | None, value: Any
+) -> Any:
+    if isinstance(value, dict):
+        kind = structs.get(value.get(tag_field) if tag_field is not None else None)
+        return value if kind is None else normalize(kind, value)
+    if items is None or not isinstance(value, list):
+        return value
+    read = []
+    for index, item in enumerate(value):
+        try:
+            read.append(items(item))
+        except ValueError as error:
+            raise ValueError(_join(f"[{index}]", error)) from None
+    return read
+
+
+def check_depth(value: Any) -> None:
+    """Raise InvalidRequest for a value that is nested too deep."""
+    level, depth = [value] if isinstance(value, dict | list) else [], 0
+    while level := [
+        item
+        for outer in level
+        for item in (outer.values() if isinstance(outer, dict) else outer)
+        if isinstance(item, dict | list)
+    ]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise InvalidRequest(
+                f"the body must be a JSON object: it is nested deeper than {MAX_DEPTH} levels"
+            )
+
+
+def describe(error: Exception) -> InvalidRequest:
+    """The refusal of a body, in our words."""
+    text = re.sub("at `key` in `", "at `", str(error))
+    reason, _, place = text.partition(" - at `$")
+    place = place.removesuffix("`").removeprefix(".")
+    reason = re.sub(r"^Expected `str` matching regex '(.*)'$", _describe_pattern, reason)
+    if (missing := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
+        if not place:
+            return InvalidRequest(f"{missing[1]}: this field is required", missing[1])
+        reason = f"{missing[1]!r} is missing"
+    reason = reason[:1].lower() + reason[1:]
+    if place:
+        return InvalidRequest(f"{place}: {reason}", re.split(r"[.\[]", place)[0])
+    if reason.startswith("expected `object`"):
+        return InvalidRequest(NOT_AN_OBJECT)
+    named = reason.partition(":")[0]
+    return InvalidRequest(reason, named if named.isidentifier() else None)
+
+
+def _describe_pattern(found: re.Match[str]) -> str:
+    pattern = found[1].encode().decode("unicode_escape")
+    return _PATTERNS.get(pattern, found[0])
+
+
+async def read_body(http: Request, kind: type[Kind]) -> Kind:
+    """The body of a request, with the server's defaults for fields that it lacks. Raises InvalidRequest.
+
+    Large bodies are decoded one at a time, with a turn for other requests in between.
+    """
+    try:
+        data = await http.body()
+    except ClientDisconnect:
+        raise ClientGone("the client disconnected") from None
+    if not data:
+        raise InvalidRequest(NOT_AN_OBJECT)
+    # Any page can send a body without a type, and no browser asks before.
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
+    if len(data) < LARGE_BODY:
+        return _parse(http, data, kind)
+    async with http.app.state.large_bodies:
+        await asyncio.sleep(0)
+        return _parse(http, data, kind)
+
+
+def _parse(http: Request, data: bytes, kind: type[Kind]) -> Kind:
+    try:
+        value = msgspec.json.decode(data)
+    except RecursionError:
+        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+        raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
+    add_defaults = http.app.state.add_defaults
+    return kind.parse(add_defaults(value) if add_defaults else value)

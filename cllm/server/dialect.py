@@ -1,0 +1,227 @@
+"""Dialect: one HTTP API with its routes, the shape of its errors, and how an error ends a stream."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from cllm import errors
+from cllm.errors import CapacityError, CllmError, InvalidRequest, Unauthorized
+from cllm.server.body import Body, read_body
+from cllm.types import Failure
+
+log = logging.getLogger(__name__)
+JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+INTERNAL = "an internal error occurred: the server's log has the details"
+STATUS: dict[type[Exception], int] = {
+    errors.ClientError: 400,
+    Unauthorized: 401,
+    errors.Forbidden: 403,
+    errors.NotFound: 404,
+    errors.NotSupported: 501,
+    CapacityError: 503,
+    errors.QueueFull: 429,
+    errors.RateLimited: 429,
+    errors.DeadlineExceeded: 504,
+    errors.SlowReader: 408,
+    errors.ClientGone: 499,
+    errors.ReloadFailed: 409,
+    errors.ModelBusy: 409,
+    errors.EngineError: 500,
+    errors.StorageFailed: 507,
+    errors.ModelDoesNotFit: 507,
+    errors.NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
+    CllmError: 500,
+}
+Handler = Callable[..., Awaitable[Response]]
+HandlerKind = TypeVar("HandlerKind", bound=Handler)
+_encoder = msgspec.json.Encoder()
+
+
+class HttpError(CllmError):
+    """An error of HTTP itself: no such route, a body that is too large."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def get_status(error: Exception) -> int:
+    """The HTTP status of an error: its own, or that of its nearest ancestor in the table."""
+    if isinstance(error, HttpError):
+        return error.status
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+
+
+class StructResponse(Response):
+    """A struct, or whatever else msgspec encodes, as a JSON response."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        return _encoder.encode(content)
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path, and what its documentation says of the responses."""
+
+    dialect: Dialect
+    method: str
+    path: str
+    handler: Handler
+    names: frozenset[str]  # of the handler's parameters
+    body: type[Body] | None
+    answer: Any = None  # an example; a struct's class stands for its `EXAMPLE`. None: it only streams
+    events: tuple[bytes, ...] = ()  # an example of a stream
+    lines: tuple[bytes, ...] = ()  # the same, where a stream is lines of JSON
+    computes: bool = False  # the request goes through the queue
+    errors: Mapping[int, tuple[str, str, str]] = {}  # of this route alone: status → code, message, when
+    several: bool = False  # it answers several prompts with a list
+    shown: bool = True  # in the documentation
+
+    async def respond(self, http: Request) -> Response:
+        """Read the body, call the handler, and answer with what it returns or raises."""
+        given: dict[str, Any] = {"http": http} if "http" in self.names else {}
+        try:
+            if self.body is not None:
+                given["body"] = await read_body(http, self.body)
+            return await self.handler(**given, **http.path_params)
+        except CllmError as error:
+            return respond(http.scope, error)
+
+
+class Dialect:
+    """One HTTP API. Its routes are registered by decorators: `@openai.post("/v1/completions", …)`."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    prefix: ClassVar[str]  # of paths that no route has
+    types: ClassVar[Mapping[int, str]] = {}  # the name of an error by its status
+    id_header: ClassVar[str] = ""  # of a response, with an id of its own
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+
+    def get_type(self, status: int) -> str:
+        """The name of errors of a status in this API."""
+        server = self.types.get(500, "server_error")
+        return self.types.get(status, "invalid_request_error" if status < 500 else server)
+
+    def make_error(self, error: CllmError) -> Any:
+        """The body of an error response."""
+        raise NotImplementedError
+
+    def frame_error(self, error: CllmError) -> bytes:
+        """An error as the last frame of a stream."""
+        return encode(self.make_error(error))
+
+    def frame_failure(self, failure: Failure) -> bytes:
+        """The error that a request ended with as the last frame of its stream."""
+        return self.frame_error(failure.error())
+
+    def route(
+        self, method: str, path: str, answer: Any = None, **about: Any
+    ) -> Callable[[HandlerKind], HandlerKind]:
+        """Register a handler. Its parameters are `body`, whose type is read, `http`, and the path's."""
+
+        def register(handler: HandlerKind) -> HandlerKind:
+            names = frozenset(inspect.signature(handler).parameters)
+            body = get_type_hints(handler).get("body")
+            for name in ("events", "lines"):
+                about[name] = tuple(about.get(name, ()))
+            named: dict[str, Any] = {
+                "dialect": self,
+                "method": method,
+                "path": path,
+                "names": names,
+                "body": body,
+            }
+            self.routes.append(Route(**named, handler=handler, answer=answer, **about))
+            return handler
+
+        return register
+
+    def get(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
+        return self.route("GET", path, answer, **about)
+
+    def post(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
+        return self.route("POST", path, answer, **about)
+
+    def delete(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
+        return self.route("DELETE", path, answer, **about)
+
+
+class DialectTable:
+    """Finds the dialect of a path: that of its route, else of its prefix."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        routes = [route for dialect in dialects for route in dialect.routes]
+        self._exact = {route.path: route.dialect for route in routes}
+        prefixes = {dialect.prefix: dialect for dialect in dialects}
+        prefixes |= {route.path.partition("{")[0]: route.dialect for route in routes if "{" in route.path}
+        self._prefixes = sorted(prefixes.items(), key=lambda each: len(each[0]), reverse=True)
+
+    def find(self, path: str) -> Dialect:
+        if (found := self._exact.get(path)) is not None:
+            return found
+        return next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
+
+
+def get_dialect(scope: Scope) -> Dialect:
+    """The dialect of a request; the outermost middleware has found it."""
+    dialect = scope["state"]["dialect"]
+    assert isinstance(dialect, Dialect)
+    return dialect
+
+
+def respond(scope: Scope, error: Exception) -> Response:
+    """Any error as a response; an unexpected one is logged and answered without details.
+
+    Where the head of a stream has been sent, the error is the stream's last frame.
+    """
+    if not isinstance(error, CllmError):
+        log.exception("unexpected error in %r", scope["path"], exc_info=error)
+        error = HttpError(500, "internal_error", INTERNAL)
+    dialect = get_dialect(scope)
+    if scope["state"].get("streaming"):
+        return Response(dialect.frame_error(error), media_type=EVENTS)
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return StructResponse(dialect.make_error(error), get_status(error), headers)
+
+
+def get_field(error: CllmError) -> str | None:
+    """The field that an error names."""
+    return error.field if isinstance(error, InvalidRequest) else None
+
+
+# Frames of streams: server-sent events, and lines of JSON ---------------------------------------------
+
+
+def encode(event: Any) -> bytes:
+    """One event."""
+    return b"data: " + _encoder.encode(event) + b"\n\n"
+
+
+def encode_named(name: str, event: Any) -> bytes:
+    """One event with a name, which clients listen for."""
+    return b"event: " + name.encode() + b"\n" + encode(event)
+
+
+def encode_line(value: Any) -> bytes:
+    """One line of JSON."""
+    return _encoder.encode(value) + b"\n"
+
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"  # an event that every client ignores

@@ -1,0 +1,544 @@
+"""Anthropic's dialect: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.chat.conversation import (
+    MESSAGE_JOINT,
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    note_media,
+    write_arguments,
+)
+from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
+from cllm.chat.session import count_tokens, open_chat
+from cllm.errors import CllmError
+from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
+from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
+from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
+from cllm.server.dialects.openai.bodies import (
+    CONVERSATION,
+    MAX_TOOLS,
+    MESSAGES,
+    PARAMETERS,
+    QUESTION,
+    REASONING,
+    SCHEMA,
+    TOOL_CHOICE,
+    Arguments,
+    CallId,
+    Effort,
+    FunctionName,
+    ReasoningBudget,
+    TemplateOptions,
+    ToolDescription,
+    take_tools,
+)
+from cllm.server.generation import GenerationBody
+from cllm.server.submit import make_request, model_name, use_engine
+from cllm.text.argument_values import parse_object
+from cllm.text.chat_format import Tool
+from cllm.types import FinishReason, RequestOutput
+
+log = logging.getLogger(__name__)
+ROUTE = "/v1/messages"
+BILLING_HEADER = "x-anthropic-billing-header:"
+MAX_BLOCKS = 4096
+_FIELDS = {  # of a block, by its type; a block of any other type is replaced by its text or a note
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+}
+_NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
+_TEXT = {"type": "text", "text": QUESTION}
+_TOOL = {"name": "now", "input_schema": {}}
+_FORM = {"type": "json_schema", "schema": SCHEMA}
+
+
+class AnthropicDialect(Dialect):
+    """For Anthropic's SDKs and Claude Code."""
+
+    name = "Anthropic"
+    about = "For Anthropic's SDKs."
+    prefix = "/v1/messages/"
+    types = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    id_header = "request-id"
+
+    def make_error(self, error: CllmError) -> Any:
+        shown = {"type": self.get_type(get_status(error)), "message": error.message}
+        return {"type": "error", "error": shown}
+
+    def frame_error(self, error: CllmError) -> bytes:
+        return encode_named("error", self.make_error(error))
+
+
+anthropic = AnthropicDialect()
+
+
+class ContentBlock(msgspec.Struct, Body, kw_only=True):
+    """A block of a message: text, a tool call of the assistant or its result, or earlier reasoning.
+
+    A note replaces a block that is no text. `cache_control`, `citations` and `signature` are ignored:
+    prefixes are always cached.
+    """
+
+    type: Annotated[str, about("`text`, `tool_use`, `tool_result`, `thinking`, `document` …", "text")]
+    text: Annotated[str | None, about("The text; control tokens in it stay plain text", QUESTION)] = None
+    id: CallId = None
+    name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
+    input: Arguments = "{}"
+    tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
+    content: Annotated[
+        str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
+        about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
+    ] = None
+    is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
+    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", REASONING)] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        kind = value.get("type")
+        fields = _FIELDS.get(str(kind).removeprefix("mcp_"))
+        if fields is None:
+            return {"type": kind, "text": _find_text(value)}
+        return {name: value[name] for name in ("type", *fields) if name in value}
+
+    def check(self) -> None:
+        needed = _NEEDED.get(self.kind, "type")
+        if getattr(self, needed) is None:
+            raise ValueError(f"{needed!r} is missing")
+        self.input = write_arguments(self.input)
+
+    @property
+    def kind(self) -> str:
+        """The type; a call that another server made is one like any other."""
+        return self.type.removeprefix("mcp_")
+
+    @property
+    def shown(self) -> str:
+        """The text, or a note in its place."""
+        return self.text or ("" if self.kind == "text" else note_media(self.type))
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        """Add the block to the messages of a conversation. Raises InvalidRequest."""
+        match self.kind if role == "assistant" or self.kind == "tool_result" else None:
+            case "tool_use":
+                builder.add_tool_call(self.id, self.name or "", self.input)
+            case "tool_result":
+                text = MESSAGE_JOINT.join(list_texts(self.content))
+                builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
+            case "thinking":
+                if self.thinking:
+                    builder.add_reasoning(self.thinking)
+            case "redacted_thinking":
+                pass  # its content is encrypted
+            case _ if self.type.startswith("server_tool") or self.type.endswith("_tool_result"):
+                log.debug("skipped a block of type %.64r: another server's tool", self.type)
+            case _:
+                if self.kind != "text" and not self.text:
+                    builder.check_media(role, self.type)
+                builder.add_text(role, self.shown)
+
+
+def _find_text(block: dict[str, Any]) -> str:
+    """The text of a document or a search result; "" of any other block."""
+    source, content = block.get("source"), block.get("content")
+    found = [source.get("data")] if isinstance(source, dict) and source.get("type") == "text" else []
+    if isinstance(content, list):
+        found += [part.get("text") for part in content if isinstance(part, dict)]
+    return MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
+
+
+Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
+
+
+def list_texts(content: Blocks | None) -> list[str]:
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [block.shown for block in content]
+
+
+def join_system(content: Blocks) -> str:
+    """The text of a system prompt, each block without Claude Code's billing header.
+
+    That line is for Anthropic's accounting and differs by session. Left in front, it would change the
+    prefix of a prompt that is otherwise the same.
+    """
+    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, list_texts(content))))
+
+
+def _drop_billing_header(text: str) -> str:
+    if not text.startswith(BILLING_HEADER):
+        return text
+    log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
+    return text.partition("\n")[2]
+
+
+class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
+    """One message."""
+
+    role: Annotated[
+        Literal["user", "assistant", "system"],
+        about("The author; `system`: instructions, where the template takes them"),
+    ]
+    content: Annotated[
+        Blocks,
+        about("Text, or blocks: text, tool calls and their results, reasoning", QUESTION, [_TEXT]),
+    ]
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        """Add the message to those of a conversation. Raises InvalidRequest."""
+        if self.role == "system":
+            if system := join_system(self.content):
+                builder.add_text("system", system)
+        elif isinstance(self.content, str):
+            builder.add_text(self.role, self.content)
+        else:
+            for block in self.content:
+                block.add_to(builder, self.role)
+
+
+class AnthropicTool(msgspec.Struct, Body, kw_only=True):
+    """A tool of the client. `cache_control` is ignored."""
+
+    type: Annotated[Literal["custom"] | None, about("May be left out", "custom")] = "custom"
+    name: FunctionName
+    description: ToolDescription = None
+    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", PARAMETERS)]
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.input_schema)
+
+
+class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["auto", "any", "tool", "none"], about("`any`, `tool`: one must be called")]
+    name: Annotated[FunctionName | None, about("With `tool`: its name", "get_weather")] = None
+    disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
+
+    def check(self) -> None:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is required with type tool, and with no other")
+
+
+class ThinkingBody(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], about("The template's `enable_thinking`")]
+    budget_tokens: ReasoningBudget = None
+
+
+class JsonFormat(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["json_schema"], about("Always `json_schema`")]
+    schema: Annotated[dict[str, Any], about("Of the answer", SCHEMA)]
+
+
+class OutputConfig(msgspec.Struct, Body, kw_only=True):
+    effort: Annotated[Effort, about("A variable for the chat template: `reasoning_effort`")] = None
+    format: Annotated[JsonFormat | None, about("A schema for the answer", _FORM)] = None
+
+
+class CountBody(GenerationBody, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
+
+    form = "output_config.format"
+    EXAMPLE = {"messages": MESSAGES}
+
+    model: ModelName = None
+    messages: Annotated[list[AnthropicMessage], CONVERSATION]
+    system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
+    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
+    thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
+    output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
+    output_format: Annotated[JsonFormat | None, about("`output_config.format` before", _FORM)] = None
+    temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
+    chat_template_kwargs: TemplateOptions = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return take_tools(super().prepare(value), "custom", default="custom")
+
+    def check(self) -> None:
+        super().check()
+        self._choice.check([tool.name for tool in self.tools])
+
+    @property
+    def _choice(self) -> ToolChoice:
+        if (wanted := self.tool_choice) is None:
+            return ToolChoice()
+        if wanted.type == "tool":
+            return ToolChoice.only(wanted.name or "")
+        return ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = (self.output_config and self.output_config.format) or self.output_format
+        return None if wanted is None else wanted.schema
+
+    def conversation(self) -> Conversation:
+        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
+        builder = MessageBuilder("messages", combine=True)
+        builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
+        options = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            options.setdefault("enable_thinking", self.thinking.type != "disabled")
+        if self.output_config is not None and self.output_config.effort is not None:
+            options.setdefault("reasoning_effort", self.output_config.effort)
+        return Conversation(
+            messages=builder.build(),
+            options=options,
+            think=self.thinking is None or self.thinking.type != "disabled",
+            reasoning_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            **self._choice.apply([tool.tool() for tool in self.tools]),
+        )
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """`POST /v1/messages`."""
+
+    EXAMPLE = {"max_tokens": 64, "messages": MESSAGES}
+
+    max_tokens: Annotated[
+        TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
+    ]
+    stop_sequences: Annotated[
+        tuple[StopText, ...], about("Stop strings; they are not part of the answer", ["\n\n"], max_length=16)
+    ] = ()
+    stream: Annotated[bool, about("Answer as server-sent events")] = False
+    metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
+
+    def check(self) -> None:
+        super().check()
+        self.set_limit("max_tokens")
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+    """Text of an answer."""
+
+    text: str = ""
+
+
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Reasoning of an answer."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A tool call of an answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a call. Those from the prefix cache are not input tokens, they are counted apart."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageEnding(msgspec.Struct):
+    """Why an answer ended; null while it runs."""
+
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class MessageResponse(MessageEnding, kw_only=True):
+    """The response of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Content]
+    usage: MessageUsage
+
+
+EXAMPLE = MessageResponse(
+    id="msg_8f0c2d7e",
+    model="SmolLM2-135M-Instruct",
+    content=[TextContent("AI is …")],
+    stop_reason="end_turn",
+    usage=MessageUsage(4, 3),
+)
+
+
+class TokenCount(msgspec.Struct):
+    """The response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ContentDelta(msgspec.Struct):
+    """More of a content block."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+
+
+class MessageEvent(StreamEvent):
+    """One event of a stream."""
+
+    message: MessageResponse | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Content | UnsetType = UNSET
+    delta: ContentDelta | MessageEnding | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    error: dict[str, Any] | UnsetType = UNSET
+
+
+EXAMPLE_EVENTS = encode_events(
+    [
+        MessageEvent("message_start", message=EXAMPLE),
+        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+        MessageEvent("message_stop"),
+    ]
+)
+_DELTAS = {  # type and field
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageRenderer(BlockRenderer):
+    """Renders one message, whole or as events."""
+
+    beat = encode_events([MessageEvent("ping")])
+
+    def __init__(self, reply: ReplyBuilder, message_id: str, model: str, prompt_tokens: int) -> None:
+        super().__init__(reply)
+        self._id = message_id
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+
+    def start(self) -> list[StreamEvent]:
+        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+
+    def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
+        rendered: list[StreamEvent] = [event for change in changes for event in _render(change)]
+        if output.error is not None:
+            rendered.append(MessageEvent("error", error=anthropic.make_error(output.error.error())["error"]))
+        elif output.finish_reason is not None:
+            ending = MessageEnding(self._stop_reason, self._reply.stop)
+            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(MessageEvent("message_stop"))
+        return rendered
+
+    def body(self) -> MessageResponse:
+        return MessageResponse(
+            id=self._id,
+            model=self._model,
+            content=[_make_content(block) for block in self._reply.blocks],
+            stop_reason=self._stop_reason,
+            stop_sequence=self._reply.stop,
+            usage=self._usage(),
+        )
+
+    @property
+    def _stop_reason(self) -> str | None:
+        reason = self._reply.finish_reason
+        if reason is None:
+            return None
+        if reason is not FinishReason.STOP:
+            return "max_tokens"
+        if self._reply.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self._reply.tool_calls else "end_turn"
+
+    def _usage(self) -> MessageUsage:
+        usage = self._reply.usage
+        if usage is None:
+            return MessageUsage(self._prompt_tokens, 0)
+        cached = usage.cached_tokens
+        return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _make_content(block: Block) -> Content:
+    match block.kind:
+        case BlockKind.REASONING:
+            return ThinkingContent(block.text, _sign(block.text))
+        case BlockKind.TEXT:
+            return TextContent(block.text)
+        case BlockKind.TOOL_CALL:
+            arguments = parse_object(block.text) or {}  # none, where the length limit cut them
+            return ToolUseContent(f"toolu_{block.id}", block.name, arguments)
+
+
+def _sign(reasoning: str) -> str:
+    """A digest of reasoning; "" of none. Clients take a block without a signature for one that is cut."""
+    return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode() if reasoning else ""
+
+
+def _render(change: BlockEvent) -> Iterator[MessageEvent]:
+    block = change.block
+    if isinstance(change, BlockStart):
+        empty = _make_content(Block(block.index, block.kind, block.id, block.name))
+        yield MessageEvent("content_block_start", index=block.index, content_block=empty)
+    elif isinstance(change, BlockDelta):
+        kind, field = _DELTAS[block.kind]
+        delta = ContentDelta(kind, **{field: change.text})
+        yield MessageEvent("content_block_delta", index=block.index, delta=delta)
+    else:
+        if block.kind is BlockKind.REASONING:
+            signature = ContentDelta("signature_delta", signature=_sign(block.text))
+            yield MessageEvent("content_block_delta", index=block.index, delta=signature)
+        yield MessageEvent("content_block_stop", index=block.index)
+
+
+@anthropic.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)
+async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+    """Answer a conversation, possibly with tool calls."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    request = make_request(
+        engine,
+        http,
+        body,
+        request_id=f"msg_{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+    )
+    session = await open_chat(engine, body.conversation(), request)
+    name = model_name(engine, body.model)
+    renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
+    return await renderer.respond(http, session, stream=body.stream)
+
+
+@anthropic.post(f"{ROUTE}/count_tokens", TokenCount(14))
+async def count(body: CountBody, http: HttpRequest) -> Response:
+    """Count the tokens of a conversation, as the chat template renders it."""
+    engine = await use_engine(http, body.model)
+    return StructResponse(TokenCount(await count_tokens(engine, body.conversation(), body.constraint())))

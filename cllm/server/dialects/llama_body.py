@@ -1,0 +1,495 @@
+"""Requests and responses of llama-server's own routes, under its names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from cllm.chat.conversation import Conversation
+from cllm.server.body import NO_NUL, Body, ModelName, TokenId, about
+from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody
+from cllm.server.dialects.openai.completions import decode_piece
+from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
+from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
+from cllm.text.prompt import Gap, Snippet
+from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
+
+MAX_PROBS = 20
+Stop = Annotated[str, Meta(max_length=256, pattern=NO_NUL)]
+
+
+class PromptObject(msgspec.Struct, Body, kw_only=True):
+    """A prompt in an object, as it comes beside images; without them it is its text."""
+
+    prompt_string: Annotated[str, about("The text", "1+1=")]
+
+
+Pieces = Annotated[list[str | TokenId], Meta(min_length=1)]
+Prompts = str | PromptObject | Annotated[list[str | TokenId | PromptObject | Pieces], Meta(min_length=1)]
+
+
+def split_prompts(given: Any) -> list[list[str | int]]:
+    """Prompts as texts and token ids, one list each: a list with a number in it is one prompt."""
+    if isinstance(given, list) and not any(isinstance(part, int) for part in given):
+        return [pieces for part in given for pieces in split_prompts(part)]
+    if isinstance(given, list):
+        return [given]
+    return [[given.prompt_string if isinstance(given, PromptObject) else given]]
+
+
+class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """`POST /completion`. -1 tokens is no limit, and the prompt may contain control tokens.
+
+    Numbers out of bounds are the nearest within, as llama-server takes them.
+    """
+
+    ALIASES = {
+        "n_predict": ("n_predict", "max_completion_tokens", "max_tokens"),
+        "n_cmpl": ("n_cmpl", "n"),
+        "n_probs": ("n_probs", "logprobs"),
+        "repetition_penalty": ("repeat_penalty", "repetition_penalty"),
+        "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
+    }
+    EXAMPLE = {"prompt": "1+1=", "n_predict": 8}
+
+    model: ModelName = None
+    prompt: Annotated[
+        Prompts,
+        about(
+            "Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
+            "1+1=",
+            [12, " and ", 34],
+        ),
+    ]
+    n_predict: Annotated[
+        int,
+        about("Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit, 0: none", ge=-1),
+    ] = -1
+    n_cmpl: Annotated[int, about("Answers to each prompt", ge=1, le=MAX_CHOICES)] = 1
+    stop: Annotated[
+        Stop | Annotated[tuple[Stop, ...], Meta(max_length=16)],
+        about("Texts that end the answer and are not part of it; an empty one is none", ["\n\n"]),
+    ] = ()
+    stream: Annotated[bool, about("Send server-sent events")] = False
+    n_probs: Annotated[
+        int, about("Log-probabilities of this many most likely tokens; 0: none", ge=0, le=MAX_PROBS)
+    ] = 0
+    post_sampling_probs: Annotated[
+        bool, about("Give probabilities after top_k, top_p, min_p and temperature, not before")
+    ] = False
+    return_tokens: Annotated[bool, about("Give the ids of the generated tokens")] = False
+    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
+    timings_per_token: Annotated[bool, about("Give timings in every event")] = False
+    response_fields: Annotated[
+        tuple[Annotated[str, Meta(max_length=256)], ...],
+        about(
+            "Give only these fields; `a/b` is the field b of a",
+            ["content", "generation_settings/n_predict"],
+            max_length=64,
+        ),
+    ] = ()
+    n_indent: Annotated[int, about("Stop at a line that is indented by less than this", ge=0)] = 0
+    t_max_predict_ms: Annotated[
+        int, about("Stop at the first line break after this time of generation; 0: never", ge=-1)
+    ] = 0
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        value = dict(super().prepare(value))
+        for name, (low, high) in get_sampling_bounds().items():
+            for spelling in (name, name.replace("repetition_penalty", "repeat_penalty")):
+                number = value.get(spelling)
+                if type(number) is int or (type(number) is float and math.isfinite(number)):
+                    value[spelling] = min(max(number, low), high)
+        if value.get("grammar") and value.get("json_schema") is not None:
+            del value["json_schema"]
+        elif value.get("grammar") == "":
+            del value["grammar"]
+        return value
+
+    def check(self) -> None:
+        super().check()
+        if (count := len(self.prompts) * self.n_cmpl) > MAX_PROMPTS:
+            raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
+        if any(not isinstance(piece, str | int) for pieces in self.prompts for piece in pieces):
+            raise ValueError("prompt: a list with a token id in it is one prompt of texts and token ids")
+
+    @property
+    def prompts(self) -> list[list[str | int]]:
+        return split_prompts(self.prompt)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
+
+    @property
+    def biases(self) -> dict[str, float]:
+        return {key.removeprefix("\0"): bias for key, bias in self.logit_bias.items() if not is_token_id(key)}
+
+
+class SnippetBody(msgspec.Struct, Body, kw_only=True):
+    """A snippet of another file of the project."""
+
+    text: Annotated[str, about("The text of the snippet", "def add(a, b): ...")]
+    filename: Annotated[str, about("The file it comes from", "util.py", max_length=4096)] = "tmp"
+
+
+class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
+    """`POST /infill`: the fields of `/completion`, and the text around the gap."""
+
+    EXAMPLE = {
+        "input_prefix": "def add(a, b):\n    return ",
+        "input_suffix": "\n\nprint(add(1, 2))\n",
+        "n_predict": 16,
+    }
+
+    input_prefix: Annotated[
+        str, about("The text before the gap; if it is too long, its end is kept", "def add(")
+    ]
+    input_suffix: Annotated[
+        str, about("The text after the gap; if too long, its start is kept", "):\n    return a + b\n")
+    ]
+    input_extra: Annotated[
+        tuple[SnippetBody, ...],
+        about(
+            "Snippets of other files, as context",
+            [{"filename": "util.py", "text": "def add(a, b): ..."}],
+            max_length=1024,
+        ),
+    ] = ()
+    prompt: Annotated[
+        str, about("The start of the text in the gap; control tokens in it are parsed", "a, ")
+    ] = ""
+
+    def gap(self, max_tokens: int) -> Gap:
+        """The gap, in a text that is cut to `max_tokens`."""
+        snippets = tuple(Snippet(extra.text, extra.filename) for extra in self.input_extra)
+        around = {"prefix": self.input_prefix, "suffix": self.input_suffix, "prompt": self.prompt}
+        return Gap(**around, snippets=snippets, cut_to=max_tokens)
+
+
+class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /tokenize`."""
+
+    EXAMPLE = {"content": "1+1="}
+
+    model: ModelName = None
+    content: Annotated[
+        str | list[str | TokenId], about("Text to tokenise, or texts and token ids mixed", "1+1=")
+    ] = ""
+    add_special: Annotated[bool, about("Add the model's own start tokens")] = False
+    parse_special: Annotated[bool, about("Parse control tokens in the text")] = True
+    with_pieces: Annotated[bool, about("Give the text of each token, too")] = False
+
+
+class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /detokenize`."""
+
+    EXAMPLE = {"tokens": [33, 27, 33, 45]}
+
+    model: ModelName = None
+    tokens: Annotated[tuple[TokenId, ...], about("Token ids", [33, 27, 33, 45])] = ()
+
+
+class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
+    """`POST /apply-template`."""
+
+    add_generation_prompt: Annotated[bool, about("End where the answer begins")] = True
+
+    def conversation(self) -> Conversation:
+        found = super().conversation()
+        options = {**found.options, "add_generation_prompt": self.add_generation_prompt}
+        return msgspec.structs.replace(found, options=options)
+
+
+class SlotBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /slots/{id}`."""
+
+    model: ModelName = None
+    filename: Annotated[str, about("Name of the saved slot; `erase` needs none", "slot.bin")] = ""
+
+
+# Responses ---------------------------------------------------------------------------------------------
+
+
+class LlamaLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token, and how likely it was: before sampling as `logprob`, after it as `prob`."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
+
+
+class LlamaTokenLogprobs(LlamaLogprob, frozen=True, kw_only=True):
+    """The same, and the likeliest tokens in its place."""
+
+    top_logprobs: list[LlamaLogprob] | UnsetType = UNSET
+    top_probs: list[LlamaLogprob] | UnsetType = UNSET
+
+
+class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer, as a stream sends it."""
+
+    index: int = 0
+    content: str = ""
+    tokens: tuple[int, ...] = ()
+    stop: bool = False
+    id_slot: int = -1  # any: cllm chooses it by what it holds
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    completion_probabilities: list[LlamaTokenLogprobs] | UnsetType = UNSET
+
+
+class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
+    """The response of `/completion` and `/infill`, and the last event of their streams."""
+
+    stop: bool = True
+    model: str
+    generation_settings: dict[str, Any]
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    tokens_cached: int
+
+
+def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
+    """The settings of a request under llama-server's names. A `brief` answer leaves texts out."""
+    sampling = request.sampling
+    own = msgspec.structs.asdict(sampling)
+    names = {"penalty_last_n": "repeat_last_n", "repetition_penalty": "repeat_penalty"}
+    settings = {names.get(name, name): value for name, value in own.items()}
+    settings |= {
+        "seed": SEED_SPACE if sampling.seed is None else sampling.seed,
+        "logit_bias": [{"bias": bias, "token": token} for token, bias in sampling.logit_bias],
+        "stop": request.stop,
+        "max_tokens": request.max_tokens,
+        "n_predict": request.max_tokens,
+        "n_keep": 0,
+        "n_discard": 0,
+        "stream": False,
+        "n_probs": request.logprobs,
+        "min_keep": 0,
+        "grammar": request.constraint.source if request.constraint else "",
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
+        "chat_format": "Content-only",
+        "reasoning_format": "none",
+        "reasoning_in_content": False,
+        "generation_prompt": "",
+        "samplers": [name for name in SAMPLER_NAMES if name != "adaptive_p" or sampling.adaptive_target >= 0],
+        "speculative.types": "none" if not request.speculate else "ngram",
+        "timings_per_token": False,
+        "post_sampling_probs": False,
+        "backend_sampling": False,
+        **{name: settings.pop(name) for name in ("adaptive_target", "adaptive_decay")},  # in its order
+        "lora": [],
+    }
+    texts = ("stop", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "logit_bias")
+    for name in (*texts, "dry_sequence_breakers") if brief else ():
+        del settings[name]
+    return settings
+
+
+def select_fields(response: Any, paths: Iterable[str]) -> dict[str, Any]:
+    """Only these fields of a response; `a/b` is the field b of a. What is not there is left out."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        value = msgspec.to_builtins(response)
+        for name in path.split("/"):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            found[path] = value
+    return found
+
+
+COMPLETION_EXAMPLE = LlamaCompletion(
+    content="2\n\n",
+    model="SmolLM2-135M-Instruct",
+    tokens_predicted=3,
+    tokens_evaluated=4,
+    tokens_cached=6,
+    generation_settings=make_settings(Request(id="", max_tokens=3)),
+    prompt="1+1=",
+    has_new_line=True,
+    truncated=False,
+    stop_type="limit",
+    stopping_word="",
+    timings=EXAMPLE_TIMINGS,
+)
+
+
+class LlamaPiece(msgspec.Struct, frozen=True):
+    id: int
+    piece: str | list[int]  # bytes where it is no text by itself
+
+
+def make_piece(token: int, piece: bytes) -> LlamaPiece:
+    try:
+        return LlamaPiece(token, piece.decode())
+    except UnicodeDecodeError:
+        return LlamaPiece(token, list(piece))
+
+
+class LlamaTokens(msgspec.Struct, frozen=True):
+    tokens: Sequence[int | LlamaPiece]
+
+
+class LlamaContent(msgspec.Struct, frozen=True):
+    content: str
+
+
+class LlamaPrompt(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The length of a prompt."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class LlamaSettings(msgspec.Struct, frozen=True):
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Modalities(msgspec.Struct, frozen=True):
+    vision: bool = False
+    video: bool = False
+    audio: bool = False
+
+
+class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/props`."""
+
+    default_generation_settings: LlamaSettings
+    total_slots: int
+    model_alias: str
+    model_ftype: str
+    model_path: str  # the file's name: its folder is the operator's business
+    modalities: Modalities = Modalities()
+    endpoint_slots: bool = True
+    endpoint_props: bool = False
+    endpoint_metrics: bool = True
+    chat_template: str
+    chat_template_tool_use: str | UnsetType = UNSET
+    chat_template_caps: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool = False
+    media_marker: str = ""
+    ui: bool = False
+    ui_settings: dict[str, Any] = {}
+    cors_proxy_enabled: bool = False
+
+
+def make_caps(template: str) -> dict[str, bool]:
+    """Capabilities of a chat template, by the variables that it uses. cllm itself adds the others."""
+    used = {
+        "tools": "tools",
+        "tool_calls": "tool_calls",
+        "parallel_tool_calls": "tool_calls",
+        "object_arguments": "arguments | tojson",
+        "typed_content": "content[0]",
+        "preserve_reasoning": "preserve_reasoning",
+        "reasoning_effort": "reasoning_effort",
+    }
+    found = {f"supports_{name}": text in template for name, text in used.items()}
+    return {**found, "supports_system_role": True, "supports_string_content": True}
+
+
+def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a request that gives none."""
+    body = LlamaCompletionBody.parse({"prompt": "", **defaults})
+    sampling = msgspec.structs.replace(body.sampling(1 << 31), seed=None)
+    settings = make_settings(Request(id="", max_tokens=0, sampling=sampling), brief=True)
+    seed = SEED_SPACE if body.seed is None or body.seed < 0 else body.seed
+    return {**settings, "seed": seed, "n_predict": body.n_predict, "max_tokens": body.n_predict}
+
+
+PROPS_EXAMPLE = LlamaProps(
+    default_generation_settings=LlamaSettings(make_params({}), 4096),
+    total_slots=8,
+    model_alias="SmolLM2-135M-Instruct",
+    model_ftype="Q4_1",
+    model_path="SmolLM2-135M-Instruct.Q4_1.gguf",
+    chat_template="{% for message in messages %}…{% endfor %}",
+    chat_template_caps=make_caps("tools"),
+    bos_token="<s>",
+    eos_token="</s>",
+    build_info="cllm 0.1.0",
+)
+
+
+class NextToken(msgspec.Struct, frozen=True):
+    has_next_token: bool
+    has_new_line: bool
+    n_remain: int
+    n_decoded: int
+
+
+class LlamaSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot; the rest is there while it computes. Never a text."""
+
+    id: int
+    n_ctx: int
+    speculative: bool = True
+    is_processing: bool = False
+    id_task: int | UnsetType = UNSET
+    n_prompt_tokens: int | UnsetType = UNSET
+    params: dict[str, Any] | UnsetType = UNSET
+    next_token: list[NextToken] | UnsetType = UNSET
+
+
+def make_probabilities(
+    entries: Iterable[TokenLogprob], sampling: SamplingParams | None = None, top: int = MAX_PROBS
+) -> list[LlamaTokenLogprobs]:
+    """Probabilities in llama-server's shape; with `sampling`, those after it."""
+    found = []
+    for entry in entries:
+        own, tops = _token(entry.token, entry.pieces[0]), map(_token, dict(entry.top), entry.pieces[1:])
+        if sampling is None:
+            shown = zip(tops, entry.top[:top], strict=False)
+            likely = [LlamaLogprob(**token, logprob=logprob) for token, (_, logprob) in shown]
+            found.append(LlamaTokenLogprobs(**own, logprob=entry.logprob, top_logprobs=likely))
+        else:
+            probs = _sample([logprob for _, logprob in entry.top], sampling)
+            by_token = dict(zip(dict(entry.top), probs, strict=False))
+            likely = [
+                LlamaLogprob(**token, prob=prob) for token, prob in zip(tops, probs[:top], strict=False)
+            ]
+            found.append(LlamaTokenLogprobs(**own, prob=by_token.get(entry.token, 0.0), top_probs=likely))
+    return found
+
+
+def _token(token: int, piece: bytes) -> dict[str, Any]:
+    return {"id": token, "token": decode_piece(piece), "bytes": list(piece)}
+
+
+def _sample(logprobs: Sequence[float], sampling: SamplingParams) -> list[float]:
+    """The probabilities of the candidates that top_k, top_p, min_p and temperature leave."""
+    if sampling.temperature <= 0:
+        return [1.0]
+    chances = [math.exp(logprob) for logprob in logprobs[: sampling.top_k or None]]
+    total, kept, seen = sum(chances), 0, 0.0
+    for chance in chances:
+        if kept and (seen >= sampling.top_p * total or chance < sampling.min_p * chances[0]):
+            break
+        kept, seen = kept + 1, seen + chance
+    weights = [math.exp(logprob / sampling.temperature) for logprob in logprobs[:kept]]
+    return [weight / sum(weights) for weight in weights]

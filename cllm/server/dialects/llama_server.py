@@ -1,0 +1,516 @@
+"""llama-server's dialect, so that scripts written for it run unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast, get_args
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm import __version__
+from cllm.chat.session import ChatSession, count_tokens
+from cllm.errors import CllmError, ContextLengthExceeded, EngineNotReady, InvalidRequest, NotSupported
+from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
+from cllm.models.files import parse_file_type
+from cllm.names import is_name
+from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode, get_status
+from cllm.server.dialects import llama_body as shapes
+from cllm.server.dialects.llama_body import LlamaCompletionBody
+from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.dialects.openai.models import models
+from cllm.server.dialects.operation import health, inspect
+from cllm.server.sse import EventStream, collect
+from cllm.server.submit import (
+    check_tokens,
+    find_model,
+    get_registry,
+    make_request,
+    prepare,
+    use_engine,
+)
+from cllm.server.submit import tokenize as tokenize_pieces
+from cllm.server.timings import PromptProgress, get_timings
+from cllm.text.prompt import Gap, RawText
+from cllm.types import FinishReason, Health, Request, RequestOutput
+
+PROBED = 64  # candidates that probabilities after sampling are made of
+PROGRESS_S = 0.25  # between two looks at a prompt that is computed
+ChoiceOutput = tuple[int, RequestOutput]
+_replace = msgspec.structs.replace
+
+
+class LlamaServerDialect(Dialect):
+    """For scripts written for llama-server."""
+
+    name = "llama-server"
+    about = "llama.cpp's own server: scripts written for it run unchanged."
+    prefix = "/slots/"
+    types = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        501: "not_supported_error",
+        503: "unavailable_error",
+    }
+
+    def make_error(self, error: CllmError) -> Any:
+        status = get_status(error)
+        shown = {"code": status, "message": error.message, "type": self.get_type(status)}
+        if isinstance(error, ContextLengthExceeded):
+            shown["type"] = "exceed_context_size_error"
+            shown |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.limit}
+        return {"error": shown}
+
+
+llama_server = LlamaServerDialect()
+
+
+class LineLimits:
+    """Ends an answer at a line that is indented by too little, or at the first line break after a time."""
+
+    def __init__(self, n_indent: int, seconds: float, end: Callable[[], Any]) -> None:
+        self._n_indent = n_indent
+        self._seconds = seconds
+        self._end = end
+        self._line: str | None = None  # the current line so far, after the first line break
+        self.over = False
+
+    def cut(self, text: str, elapsed_s: float) -> str:
+        """Cut off the part of the text that does not belong to the answer."""
+        if self.over:
+            return ""
+        kept = self._by_indent(text) if self._n_indent else text
+        late = self._seconds > 0 and elapsed_s > self._seconds and "\n" in kept
+        if late or kept is not text:
+            self.over = True
+            self._end()
+        return kept
+
+    def _by_indent(self, text: str) -> str:
+        first, *lines = text.split("\n")
+        begun = self._line
+        if begun is not None:
+            first = begun + first
+        position = -len(begun or "")
+        for index, line in enumerate((first, *lines)):
+            indent = len(line) - len(line.lstrip(" \t"))
+            complete = index < len(lines)
+            if (index or begun is not None) and indent < self._n_indent and (line[indent:] or complete):
+                return text[: max(0, position + indent)]
+            position += len(line) + 1
+        self._line = lines[-1] if lines else None if begun is None else first
+        return text
+
+
+class LimitedStream(AsyncOutputStream):
+    """A stream that may have limits by line."""
+
+    limits: LineLimits | None = None
+
+    def push(self, output: RequestOutput) -> None:
+        if self.limits is not None and output.error is None:
+            now = time.perf_counter()
+            output = _replace(output, text=self.limits.cut(output.text, now - (self.first_token or now)))
+            if self.limits.over and output.finish_reason is not None:
+                output = _replace(output, finish_reason=FinishReason.LENGTH, stop=None)
+        super().push(output)
+
+
+def make_completion(
+    request: Request,
+    stream: AsyncOutputStream,
+    outputs: Sequence[RequestOutput],
+    *,
+    model: str,
+    prompt: str,
+    context: int,
+) -> shapes.LlamaCompletion:
+    """A finished answer, with everything that llama-server says of one."""
+    last, text = outputs[-1], "".join(output.text for output in outputs)
+    assert last.usage is not None
+    usage, limited = last.usage, last.finish_reason is FinishReason.LENGTH
+    return shapes.LlamaCompletion(
+        content=text,
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        model=model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.cells or usage.prompt_tokens,
+        generation_settings=shapes.make_settings(request),
+        prompt=prompt,
+        has_new_line="\n" in text,
+        truncated=limited and usage.prompt_tokens + usage.completion_tokens >= context,
+        stop_type="limit" if limited else "word" if last.stop else "eos",
+        stopping_word=last.stop or "",
+        timings=get_timings(stream, usage.prompt_tokens, usage),
+    )
+
+
+async def make_verbose(
+    session: ChatSession, request: Request, outputs: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    """`__verbose` of a chat: its first choice as `/completion` would answer."""
+    prompt = (await run_tokenizer(session.engine, RenderChat(session.chat), Text)).text
+    info, limits = loaded(session.engine)
+    stream, context = session.streams[0], limits.request_tokens
+    answer = make_completion(request, stream, outputs, model=info.name, prompt=prompt, context=context)
+    found: dict[str, Any] = msgspec.to_builtins(_replace(answer, tokens=()))
+    return found
+
+
+class Completions(NamedTuple):
+    """One call: its body, the request all prompts share, and the prompts as tokens and as text."""
+
+    body: LlamaCompletionBody
+    request: Request
+    model: str
+    context: int
+    prompts: Sequence[tuple[tuple[int, ...], str]]
+
+    def prompt(self, index: int) -> tuple[tuple[int, ...], str]:
+        return self.prompts[index // self.body.n_cmpl]
+
+    def probabilities(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The probabilities of these outputs' tokens, where they were asked for."""
+        if not self.body.n_probs:
+            return UNSET
+        entries = [entry for output in outputs for entry in output.logprobs]
+        sampling = self.request.sampling if self.body.post_sampling_probs else None
+        return shapes.make_probabilities(entries, sampling, self.body.n_probs)
+
+    def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
+        """A finished answer, or (without outputs before the last) the last event of a stream."""
+        body = self.body
+        answer = make_completion(
+            self.request,
+            stream,
+            outputs,
+            model=self.model,
+            prompt=self.prompt(index)[1],
+            context=self.context,
+        )
+        limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stream": body.stream}
+        answer = _replace(
+            answer,
+            index=index,
+            content="" if body.stream else answer.content,
+            tokens=answer.tokens if body.return_tokens and not body.stream else (),
+            completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
+            generation_settings={**answer.generation_settings, **limit},
+        )
+        return shapes.select_fields(answer, body.response_fields) if body.response_fields else answer
+
+    async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
+        """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
+        yield COMMENT  # there is no event before the first token
+        outputs = merged(streams)
+        if self.body.return_progress:
+            first = asyncio.ensure_future(anext(outputs))
+            total = len(self.prompts[0][0])
+            async for progress in watch_prompt(engine, streams[0], total, first):
+                yield encode(shapes.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
+            outputs = _chain(await first, outputs)
+        generated = [0] * len(streams)
+        lines = [False] * len(streams)
+        async for index, output in outputs:
+            if output.error is not None:
+                yield llama_server.frame_failure(output.error)
+                return
+            lines[index] = lines[index] or "\n" in output.text
+            for piece in self._split(output):
+                generated[index] += len(piece.tokens)
+                yield encode(self._event(index, streams[index], generated[index], piece))
+            if output.finish_reason is not None:
+                last = _replace(output, text="\n" if lines[index] else "", tokens=())
+                yield encode(self.whole(index, streams[index], [last]))
+
+    def _event(
+        self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
+    ) -> shapes.LlamaEvent:
+        count = len(self.prompt(index)[0])
+        timed = self.body.timings_per_token
+        return shapes.LlamaEvent(
+            index=index,
+            content=output.text,
+            tokens=output.tokens,
+            tokens_predicted=generated,
+            tokens_evaluated=count,
+            timings=get_timings(stream, count) if timed else UNSET,
+            completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
+        )
+
+    def _split(self, output: RequestOutput) -> Iterator[RequestOutput]:
+        """An output as one of each token where probabilities are asked for; nothing of an empty one."""
+        if not self.body.n_probs or len(output.tokens) < 2:
+            if output.tokens or output.text:
+                yield output
+            return
+        text = output.text
+        for index, (token, entry) in enumerate(zip(output.tokens, output.logprobs, strict=True), 1):
+            piece = entry.pieces[0].decode("utf-8", "ignore")
+            own = text if index == len(output.tokens) else piece if text.startswith(piece) else ""
+            text = text[len(own) :]
+            yield _replace(output, text=own, tokens=(token,), logprobs=(entry,))
+
+
+async def watch_prompt(
+    engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
+) -> AsyncIterator[PromptProgress]:
+    """Report the progress of a prompt of `total` tokens until the `first` output of its stream is there."""
+    try:
+        while not first.done():
+            await asyncio.wait((first,), timeout=PROGRESS_S)
+            processed = total if first.done() else await _count_cells(engine, stream.request_id)
+            elapsed_ms = 1000 * (time.perf_counter() - stream.started)
+            yield PromptProgress(total, 0, min(total, processed), elapsed_ms)
+    except BaseException:
+        first.cancel()
+        raise
+
+
+async def _count_cells(engine: EngineClient, request_id: str) -> int:
+    """Count the KV cells that a request holds between two steps."""
+    leases = (await asyncio.wrap_future(engine.inspect())).leases
+    return sum(lease.position for lease in leases if lease.request_id == request_id)
+
+
+async def _chain(first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]) -> AsyncIterator[ChoiceOutput]:
+    yield first
+    async for output in rest:
+        yield output
+
+
+async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
+    """Tokens as text, control tokens too."""
+    found = await run_tokenizer(engine, SpellTokens(tokens), Pieces)
+    return b"".join(found.pieces).decode("utf-8", "replace")
+
+
+async def complete(
+    engine: EngineClient,
+    body: LlamaCompletionBody,
+    http: HttpRequest,
+    inputs: Sequence[RawText | Gap],
+    texts: Sequence[str | None],
+) -> Response:
+    """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
+
+    `texts` are the prompts as the answers show them; None: as their tokens are spelled.
+    """
+    probed = PROBED if body.post_sampling_probs else body.n_probs
+    request = make_request(
+        engine,
+        http,
+        body,
+        request_id=uuid.uuid4().hex,
+        max_tokens=None if body.n_predict < 0 else body.n_predict,
+        stop=body.stops,
+        logprobs=probed if body.n_probs else 0,
+    )
+    request, prompts = await prepare(engine, request, inputs, body.biases)
+    shown = [
+        await spell(engine, tokens.items) if text is None else text
+        for tokens, text in zip(prompts, texts, strict=True)
+    ]
+    info, limits = loaded(engine)
+    call = Completions(
+        body,
+        request,
+        info.name,
+        limits.request_tokens,
+        [(prompt.items, text) for prompt, text in zip(prompts, shown, strict=True)],
+    )
+    streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
+    if body.n_indent or body.t_max_predict_ms > 0:
+        loop = asyncio.get_running_loop()
+        for stream in streams:
+            end = partial(loop.call_soon, engine.cancel, stream.request_id)
+            stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
+    if body.stream:
+        return EventStream(engine, streams, call.events(engine, streams))
+    collected = await collect(engine, streams, http)
+    found = [
+        call.whole(index, stream, outputs)
+        for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
+    ]
+    return StructResponse(found[0] if len(found) == 1 else found)
+
+
+# Routes ------------------------------------------------------------------------------------------------
+
+_EVENTS = (encode(shapes.LlamaEvent(content="2", tokens=(34,))), encode(shapes.COMPLETION_EXAMPLE))
+
+
+@llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post("/completions", shown=False)
+async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Response:
+    """Complete prompts."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    inputs: list[RawText] = []
+    texts: list[str | None] = []
+    for pieces in body.prompts:
+        check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
+        inputs.append(RawText(tuple(pieces), parse_special=True))
+        texts.append(pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else None)
+    return await complete(engine, body, http, inputs, texts)
+
+
+@llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
+    """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    limit = loaded(engine)[1].request_tokens
+    # The text is cut at its far ends so that the answer fits.
+    reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
+    return await complete(engine, body, http, [body.gap(limit - reserved)], [body.input_prefix + body.prompt])
+
+
+@llama_server.post("/tokenize", shapes.LlamaTokens((33, 27, 33, 45)))
+async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> Response:
+    """Convert text to token ids."""
+    engine = await use_engine(http, body.model)
+    pieces = [body.content] if isinstance(body.content, str) else body.content
+    check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
+    special = {"add_special": body.add_special, "parse_special": body.parse_special}
+    tokens = await tokenize_pieces(engine, pieces, **special)
+    if not body.with_pieces:
+        return StructResponse(shapes.LlamaTokens(tokens))
+    texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
+    return StructResponse(
+        shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
+    )
+
+
+@llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
+async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> Response:
+    """Convert token ids to text."""
+    engine = await use_engine(http, body.model)
+    tokens = check_tokens(engine, body.tokens, "tokens")
+    return StructResponse(shapes.LlamaContent(await spell(engine, tokens)))
+
+
+@llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
+async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> Response:
+    """Render a conversation with the model's chat template."""
+    engine = await use_engine(http, body.model)
+    conversation = body.conversation()
+    task = RenderChat(conversation.for_template())
+    return StructResponse(shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
+
+
+@llama_server.post("/chat/completions/input_tokens", shapes.InputTokens(12))
+@openai.post("/v1/chat/completions/input_tokens", shown=False)
+async def count_chat(body: ChatBody, http: HttpRequest) -> Response:
+    """Count the prompt tokens of a conversation."""
+    engine = await use_engine(http, body.model)
+    return StructResponse(shapes.InputTokens(await count_tokens(engine, body.conversation())))
+
+
+@llama_server.get("/props", shapes.PROPS_EXAMPLE)
+async def props(http: HttpRequest) -> Response:
+    """Describe the model and the defaults."""
+    model = find_model(http)
+    if model.engine is None:
+        raise EngineNotReady(f"{model.name} is not loaded yet")
+    info, limits = loaded(model.engine)
+    routes = http.app.state.open_routes
+    params = shapes.make_params(http.app.state.defaults)
+    described = shapes.LlamaProps(
+        default_generation_settings=shapes.LlamaSettings(params, limits.request_tokens),
+        total_slots=limits.sequences,
+        model_alias=info.name,
+        model_ftype=parse_file_type(info.description).name,
+        model_path=info.file,
+        endpoint_slots="-/slots" not in routes,
+        endpoint_props="/props" in routes,
+        chat_template=info.chat_template or "",
+        chat_template_tool_use=info.tool_template or UNSET,
+        chat_template_caps=shapes.make_caps(info.chat_template or ""),
+        bos_token=info.begin_text,
+        eos_token=info.end_text,
+        build_info=f"cllm {__version__}",
+        is_sleeping=model.health is Health.SLEEPING,
+    )
+    return StructResponse(described)
+
+
+@llama_server.post("/props", shown=False)
+async def change_props(http: HttpRequest) -> Response:
+    """Change nothing, as llama-server does; for clients that try."""
+    if "/props" not in http.app.state.open_routes:
+        raise NotSupported("properties cannot be changed: start the server with --props")
+    return StructResponse({"success": True})
+
+
+@llama_server.get("/lora-adapters", shown=False)
+async def lora_adapters() -> Response:
+    """List no LoRA adapters: there are none."""
+    return StructResponse([])
+
+
+@llama_server.get("/slots", [shapes.LlamaSlot(id=0, n_ctx=4096, is_processing=True)])
+async def slots(http: HttpRequest) -> Response:
+    """List the slots, and what each computes."""
+    if "-/slots" in http.app.state.open_routes:
+        raise NotSupported("slots are not shown: start the server without --no-slots")
+    engine = await use_engine(http)
+    limits = loaded(engine)[1]
+    snapshot = await inspect(engine)
+    leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
+    if http.query_params.get("fail_on_no_slot") and len(leases) >= limits.sequences:
+        raise EngineNotReady("no slot is free")
+    running = {state.request.id: state for state in get_registry(http).requests}
+    shown = []
+    for number in range(limits.sequences):
+        slot = shapes.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
+        if (state := running.get(leases.get(number, ""))) is not None:
+            left = state.request.max_tokens - state.generated
+            slot = msgspec.structs.replace(
+                slot,
+                id_task=zlib.crc32(state.request.id.encode()),
+                n_prompt_tokens=state.request.input_tokens,
+                params=shapes.make_settings(state.request, brief=True),
+                next_token=[shapes.NextToken(left > 0, False, left, state.generated)],
+            )
+        shown.append(slot)
+    return StructResponse(shown)
+
+
+@llama_server.post("/slots/{id_slot}", shown=False)
+async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Response:
+    """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
+    action = http.query_params.get("action")
+    if action not in get_args(SlotAction):
+        raise InvalidRequest("action: it must be save, restore or erase", "action")
+    engine = await use_engine(http, body.model)
+    slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1
+    if not 0 <= slot < loaded(engine)[1].sequences:
+        raise InvalidRequest("id_slot: there is no such slot", "id_slot")
+    if action != "erase" and not is_name(body.filename):
+        message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
+        raise InvalidRequest(message, "filename")
+    started = time.perf_counter()
+    done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
+    if action == "erase":
+        return StructResponse({"id_slot": slot, "n_erased": done.tokens})
+    count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
+    answer = {"id_slot": slot, "filename": body.filename, count: done.tokens, size: done.size}
+    return StructResponse({**answer, "timings": timings})
+
+
+# Routes of others, without their /v1; those of chats and of the Responses API are beside their own.
+llama_server.get("/models", shown=False)(models)
+openai.get("/v1/health", shown=False)(health)

@@ -1,0 +1,591 @@
+"""Requests and responses of Ollama's routes, under its names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import force_setattr
+
+from cllm.chat.conversation import (
+    Conversation,
+    ToolChoice,
+    make_template_options,
+    normalize_messages,
+    refuse_media,
+)
+from cllm.chat.reply import ToolCall
+from cllm.frontend.engine_registry import LATEST
+from cllm.frontend.served_model import ModelStatus
+from cllm.models.files import parse_file_type
+from cllm.server.body import Body, about
+from cllm.server.dialects.cllm import MODEL_EXAMPLE
+from cllm.server.dialects.openai.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MESSAGES,
+    QUESTION,
+    REASONING,
+    SCHEMA,
+    CalledFunction,
+    ReasoningText,
+    Stops,
+    ToolBody,
+    TopLogprobs,
+    drop_nulls,
+    take_tools,
+)
+from cllm.server.dialects.openai.chat import ChatTokenLogprob
+from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
+from cllm.server.dialects.openai.models import ModelDetails, make_model
+from cllm.server.generation import GenerationBody
+from cllm.text.argument_values import parse_object
+from cllm.text.prompt import Gap, RawText
+from cllm.types import Limits, ModelInfo
+
+VERSION = "0.20.0"  # of Ollama: VS Code asks for 0.6.4 or newer, others for the version of a route they use
+CREATED = "2026-01-01T00:00:00Z"
+NEVER = timedelta(days=365_00)  # until a model expires that stays loaded
+FOREVER = -1.0
+MAX_DURATION = 64  # characters
+MODEL = "SmolLM2-135M-Instruct"
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
+
+OllamaName = Annotated[
+    str, about("Its name, also with `:latest` (also `name`)", MODEL, min_length=1, max_length=1024)
+]
+KeepAlive = Annotated[
+    Any,
+    about(
+        "How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
+        "5m",
+        300,
+        extra_json_schema={
+            "anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]
+        },
+    ),
+]
+"""Seconds or None, as `OllamaBody.prepare` reads it."""
+Format = Annotated[
+    Literal["", "json"] | dict[str, Any] | None,
+    about("`json`: any JSON object; or a JSON schema", "json", SCHEMA),
+]
+Think = Annotated[
+    bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
+]
+
+
+def parse_seconds(value: Any) -> float:
+    """Seconds of a number or of a duration in Go's form; all below 0 are `FOREVER`. Raises ValueError."""
+    if isinstance(value, str) and len(value) <= MAX_DURATION and (found := _DURATION.fullmatch(value)):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
+        value = -seconds if found[1] == "-" else seconds
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("keep_alive: must be seconds, or a duration as 5m, 1h30m or -1s")
+    return FOREVER if value < 0 else value
+
+
+def strip_tag(name: str) -> str:
+    """A model's name without the tag that every name may have."""
+    return name.removesuffix(LATEST)
+
+
+class OllamaBody(msgspec.Struct, Body, kw_only=True):
+    """Common fields of Ollama's routes about one model."""
+
+    ALIASES = {"model": ("model", "name")}
+    EXAMPLE = {"model": MODEL}
+
+    model: OllamaName
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        given = value.get("keep_alive")
+        return value if given is None else {**value, "keep_alive": parse_seconds(given)}
+
+
+class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
+    """The sampling fields in Ollama's names. What concerns loading (`num_ctx`, `num_gpu` …) is ignored."""
+
+    form = "format"
+    ALIASES = {
+        "num_predict": ("num_predict", "max_tokens"),
+        "repetition_penalty": ("repeat_penalty", "repetition_penalty"),
+        "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
+    }
+
+    num_predict: Annotated[
+        int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
+    ] = -1
+    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    format: Annotated[Format, about("Ignored: the body's counts")] = None
+
+    def form_schema(self) -> dict[str, Any] | None:
+        return {"type": "object"} if self.format == "json" else self.format or None
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.num_predict if self.num_predict > 0 else None
+
+
+_OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"format"})
+
+
+class OllamaAnswerBody(OllamaBody, kw_only=True):
+    """Common fields of `/api/chat` and `/api/generate`."""
+
+    stream: Annotated[bool, about("Send the answer in pieces, a line of JSON each")] = True
+    format: Format = None
+    options: Annotated[
+        OllamaOptions,
+        about("Sampling, in Ollama's names and in cllm's", {"temperature": 0, "num_predict": 32}),
+    ] = msgspec.field(default_factory=OllamaOptions)
+    think: Think = None
+    keep_alive: KeepAlive = None
+    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
+    top_logprobs: Annotated[TopLogprobs, about("And of this many most likely tokens")] = 0
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """The server's defaults are fields of the body: here they belong to the options."""
+        value, options = super().prepare(value), value.get("options") or {}
+        if not isinstance(options, dict):
+            return value
+        given = {name: value[name] for name in _OPTION_NAMES & value.keys() if value[name] is not None}
+        return {**value, "options": given | options}
+
+    def check(self) -> None:
+        force_setattr(self.options, "format", self.format)
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens to return. None disables log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def raw_prompt(self) -> RawText | Gap | None:
+        """The prompt where it is no conversation."""
+        return None
+
+    def conversation(self) -> Conversation:
+        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
+        raise NotImplementedError
+
+    def thinking(self) -> dict[str, Any]:
+        """The fields of `Conversation` that say how much the model reasons."""
+        if self.think is None:
+            return {}
+        effort = self.think if isinstance(self.think, str) else None
+        options = make_template_options({"enable_thinking": self.think is not False}, effort)
+        return {"options": options, "think": self.think is not False}
+
+
+class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
+    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
+
+
+class OllamaMessage(msgspec.Struct, Body, kw_only=True):
+    """One message."""
+
+    role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
+    content: Annotated[str | None, about("The text", QUESTION)] = None
+    images: Annotated[
+        list[str] | None, about("Refused in the last question: the model accepts text only", None)
+    ] = None
+    thinking: ReasoningText = None
+    tool_calls: Annotated[
+        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
+        about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
+    ] = None
+    tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
+    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
+
+    def check(self) -> None:
+        if not isinstance(self.thinking, str):
+            self.thinking = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message in OpenAI's shape."""
+        message: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
+        if images := message.pop("images", ()):
+            message["content"] = [
+                {"type": "text", "text": self.content or ""},
+                *[{"type": "image"}] * len(images),
+            ]
+        if (name := message.pop("tool_name", None)) is not None:
+            message["name"] = name
+        return message
+
+
+class OllamaChatBody(OllamaAnswerBody, kw_only=True):
+    """`POST /api/chat`."""
+
+    EXAMPLE = {"model": MODEL, "messages": MESSAGES, "stream": False, "options": {"num_predict": 32}}
+
+    messages: Annotated[
+        list[OllamaMessage],
+        about(
+            "The conversation; without any the model is only loaded, or unloaded",
+            MESSAGES,
+            max_length=MAX_MESSAGES,
+        ),
+    ] = []
+    tools: Annotated[
+        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
+        about(
+            "Functions the model may call",
+            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
+        ),
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return take_tools(super().prepare(value), "function", default="function")
+
+    def check(self) -> None:
+        super().check()
+        ToolChoice().check([tool.function.name for tool in self.tools or ()])
+
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=normalize_messages(message.as_dict() for message in self.messages),
+            **self.thinking(),
+            **ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
+        )
+
+
+class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
+    """`POST /api/generate`."""
+
+    EXAMPLE = {"model": MODEL, "prompt": QUESTION, "stream": False, "options": {"num_predict": 32}}
+
+    prompt: Annotated[
+        str, about("The question; without one the model is only loaded, or unloaded", QUESTION)
+    ] = ""
+    suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
+    system: Annotated[str, about("Instructions", "Be brief.")] = ""
+    raw: Annotated[bool, about("Complete the prompt as it is: no chat template")] = False
+    images: Annotated[list[str] | None, about("Refused: the model accepts text only", None)] = None
+    template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
+    context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.images:
+            raise ValueError(refuse_media("image", "images"))
+        if self.template:
+            raise ValueError(
+                "template: a request cannot change it; start the server with --chat-template, or use raw"
+            )
+        if self.context:
+            raise ValueError("context: not supported; send the earlier messages to /api/chat")
+        if self.suffix and (self.system or self.raw):
+            raise ValueError("suffix: it goes with neither system nor raw")
+
+    @property
+    def raw_prompt(self) -> RawText | Gap | None:
+        if self.suffix:
+            return Gap(prefix=self.prompt, suffix=self.suffix)
+        return RawText((self.prompt,)) if self.raw else None
+
+    def conversation(self) -> Conversation:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Conversation(messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking())
+
+
+class OllamaEmbedBody(OllamaBody, kw_only=True):
+    """`POST /api/embed`."""
+
+    EXAMPLE = {"model": MODEL, "input": ["The cat sat."]}
+
+    input: Annotated[
+        str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
+        about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
+    ]
+    truncate: Annotated[bool, about("Cut inputs that are too long; else they are refused")] = True
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        about("Keep only the first dimensions, scaled to length 1 again", 64),
+    ] = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        given = (self.input,) if isinstance(self.input, str) else self.input
+        return tuple(text for text in given if text)
+
+
+class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
+    """`POST /api/embeddings`, the older form of `/api/embed`."""
+
+    EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
+
+    prompt: Annotated[str, about("A text", "The cat sat.")] = ""
+    keep_alive: KeepAlive = None
+
+
+class ShowBody(OllamaBody, kw_only=True):
+    """`POST /api/show`."""
+
+
+class PullBody(OllamaBody, kw_only=True):
+    """`POST /api/pull`."""
+
+    EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
+
+    stream: Annotated[bool, about("Send the progress, a line of JSON each")] = True
+
+
+class DeleteBody(OllamaBody, kw_only=True):
+    """`DELETE /api/delete`."""
+
+    EXAMPLE = {"model": "hf:USER/REPO:Q4_K_M"}
+
+
+class CopyBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /api/copy`."""
+
+    EXAMPLE = {"source": MODEL, "destination": "assistant"}
+
+    source: Annotated[str, about("A name of a served model", MODEL, min_length=1, max_length=1024)]
+    destination: Annotated[str, about("One more name for it", "assistant", min_length=1, max_length=256)]
+
+
+# Responses ---------------------------------------------------------------------------------------------
+
+
+class VersionResponse(msgspec.Struct, frozen=True):
+    version: str
+
+
+class OllamaFunctionResult(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCallResult(msgspec.Struct):
+    """A tool call of an answer; its arguments are an object, and come whole."""
+
+    function: OllamaFunctionResult
+    id: str = ""
+
+    @classmethod
+    def from_call(cls, call: ToolCall) -> OllamaCallResult:
+        """None of the arguments, where the length limit cut them."""
+        return cls(OllamaFunctionResult(call.name, parse_object(call.arguments) or {}), call.id)
+
+
+class AnswerMessage(msgspec.Struct):
+    """An answer, or a piece of one."""
+
+    role: str = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCallResult] | UnsetType = UNSET
+
+
+class AnswerPart(msgspec.Struct, kw_only=True):
+    """Common fields of answers. The last one of a stream is `done`, with counts and times in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class ChatAnswer(AnswerPart, kw_only=True):
+    """The response of `/api/chat`, or a line of its stream."""
+
+    message: AnswerMessage
+
+
+class GenerateAnswer(AnswerPart, kw_only=True):
+    """The response of `/api/generate`, or a line of its stream."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+_HEAD: dict[str, Any] = {"model": MODEL, "created_at": CREATED}
+_END: dict[str, Any] = {
+    "done": True,
+    "done_reason": "stop",
+    "total_duration": 40_000_000,
+    "load_duration": 100_000,
+    "prompt_eval_count": 4,
+    "prompt_eval_duration": 21_000_000,
+    "eval_count": 3,
+    "eval_duration": 18_000_000,
+}
+CHAT_EXAMPLE = ChatAnswer(**_HEAD, message=AnswerMessage(content="AI is …"), **_END)
+CHAT_LINES = (
+    ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")),
+    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END),
+)
+GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
+GENERATE_LINES = (
+    GenerateAnswer(**_HEAD, response="AI", thinking=REASONING),
+    GenerateAnswer(**_HEAD, response="", **_END),
+)
+
+
+class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/api/embed`. Each embedding has length 1."""
+
+    model: str
+    embeddings: Sequence[Any]  # lists of numbers
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+EMBED_EXAMPLE = EmbedAnswer(
+    model=MODEL, embeddings=[[0.118, -0.042, 0.307]], total_duration=14_000_000, prompt_eval_count=5
+)
+
+
+class OldEmbedAnswer(msgspec.Struct, frozen=True):
+    """The response of `/api/embeddings`; not scaled."""
+
+    embedding: list[float]
+
+
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model. The digest stands for its name and size, not for its bytes."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class RunningModel(ListedModel, frozen=True, kw_only=True):
+    """A model that is loaded."""
+
+    expires_at: str
+    size_vram: int = 0
+    context_length: int
+
+
+class ModelsAnswer(msgspec.Struct, frozen=True):
+    """The response of `/api/tags`."""
+
+    models: list[ListedModel]
+
+
+class RunningAnswer(msgspec.Struct, frozen=True):
+    """The response of `/api/ps`."""
+
+    models: list[RunningModel]
+
+
+class ShowAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/api/show`. The context length is what a request may have here."""
+
+    modelfile: str
+    parameters: str = ""
+    template: str
+    license: str = ""
+    modified_at: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+def format_time(seconds: float | None = None) -> str:
+    """A time (default: now) as Go writes it."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def add_tag(name: str) -> str:
+    """A name with the tag that Ollama's clients expect, unless it has one."""
+    return name if ":" in name else name + LATEST
+
+
+def _make_details(info: ModelInfo) -> ModelDetails:
+    return ModelDetails(
+        family=info.architecture,
+        families=(info.architecture,),
+        parameter_size=_format_count(info.parameters),
+        quantization_level=parse_file_type(info.description).quant,
+    )
+
+
+def _format_count(parameters: int) -> str:
+    unit, sign = next(((10**n, s) for n, s in ((9, "B"), (6, "M")) if parameters >= 10**n), (1000, "K"))
+    return f"{parameters / unit:.1f}{sign}" if unit == 10**9 else f"{parameters / unit:.2f}{sign}"
+
+
+def make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
+    name = add_tag(info.name)
+    digest = hashlib.sha256(f"{info.name} {info.size_bytes} {info.parameters}".encode()).hexdigest()
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": format_time(created),
+        "size": info.size_bytes,
+        "digest": digest,
+        "details": _make_details(info),
+    }
+
+
+def make_running(info: ModelInfo, created: int, status: ModelStatus) -> RunningModel:
+    """A loaded model, with the time when it is unloaded."""
+    expires = status.expires_at or (datetime.now(UTC) + NEVER).timestamp()
+    gpus = sum(size for device, size in status.memory_bytes.items() if device != "host")
+    return RunningModel(
+        **make_entry(info, created),
+        expires_at=format_time(expires),
+        size_vram=gpus,
+        context_length=status.context,
+    )
+
+
+def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnswer:
+    model = make_model(info, limits, created)
+    named = {"chat": "", "reasoning": "thinking", "embeddings": "embedding"}
+    family = info.architecture
+    return ShowAnswer(
+        modelfile=f"FROM {info.name}\n",
+        template=info.chat_template or "",
+        modified_at=format_time(created),
+        details=_make_details(info),
+        model_info={
+            "general.architecture": family,
+            "general.basename": info.name,
+            "general.parameter_count": info.parameters,
+            f"{family}.context_length": model.context_length,
+            f"{family}.embedding_length": info.embedding_length,
+            f"{family}.block_count": info.layers,
+            f"{family}.vocab_size": info.vocabulary_size,
+        },
+        capabilities=[named.get(each, each) for each in model.capabilities if named.get(each, each)],
+    )
+
+
+_INFO = {name: getattr(MODEL_EXAMPLE, name) for name in ModelInfo.__struct_fields__}
+SHOW_EXAMPLE = make_shown(ModelInfo(**_INFO), MODEL_EXAMPLE.limits, 1767225600)
+LISTED_EXAMPLE = ListedModel(**make_entry(ModelInfo(**_INFO), 1767225600))
+RUNNING_EXAMPLE = RunningModel(
+    **make_entry(ModelInfo(**_INFO), 1767225600), expires_at=CREATED, context_length=4096
+)

@@ -1,0 +1,25 @@
+"""OpenAI's dialect: the shape of its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cllm.errors import CllmError
+from cllm.server.dialect import Dialect, get_field, get_status
+
+
+class OpenAIDialect(Dialect):
+    """For OpenAI's SDKs and compatible clients."""
+
+    name = "OpenAI"
+    about = "For OpenAI's SDKs and compatible clients."
+    prefix = "/v1/"
+    types = {429: "rate_limit_error"}
+
+    def make_error(self, error: CllmError) -> Any:
+        kind = self.get_type(get_status(error))
+        shown = {"message": error.message, "type": kind, "param": get_field(error), "code": error.code}
+        return {"error": shown}
+
+
+openai = OpenAIDialect()

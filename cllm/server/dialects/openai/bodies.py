@@ -1,0 +1,478 @@
+"""Bodies of OpenAI's routes that generate, and the fields that other chat APIs share with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.chat.conversation import (
+    TEXT_PARTS,
+    Conversation,
+    ToolChoice,
+    make_template_options,
+    normalize_messages,
+    write_arguments,
+)
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
+from cllm.server.generation import GenerationBody, RepeatNames
+from cllm.text.chat_format import Tool
+
+log = logging.getLogger(__name__)
+MAX_CHOICES = 64
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 4096
+QUESTION = "What is AI?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+REASONING = "The user wants to know what AI is."
+PREDICTION = "def add(a, b):"
+PART = {"type": "text", "text": QUESTION}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
+CONVERSATION = about(
+    "The conversation; an assistant message at its end is continued",
+    MESSAGES,
+    min_length=1,
+    max_length=MAX_MESSAGES,
+)
+
+FunctionName = Annotated[
+    str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
+]
+# In the history: as a client has it, whatever it is.
+CalledName = Annotated[str, about("The tool that was called", "get_weather")]
+CallId = Annotated[str | None, about("The id from the response", "call_1")]
+Arguments = Annotated[
+    Any,
+    about(
+        "Its arguments, as JSON text or as an object",
+        "{}",
+        extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
+    ),
+]
+"""Read by `write_arguments`."""
+JsonValue = Annotated[
+    Any, Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]})
+]
+ToolMode = Literal["none", "auto", "required", "any"]
+TemplateOptions = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=32)] | None,
+    about("Variables for the chat template", {"enable_thinking": False}),
+]
+ToolDescription = Annotated[
+    str | None, about("What the tool does and when to call it, for the model", "The weather in a city, now")
+]
+ReasoningBudget = Annotated[
+    Annotated[int, Meta(ge=-1)] | None, about("Tokens of reasoning; 0: none, -1: no limit", 1024)
+]
+Effort = Annotated[
+    Annotated[str, Meta(max_length=32)] | None,
+    about("A variable for the chat template; `none` switches reasoning off", "low"),
+]
+Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+def take_tools(value: Mapping[str, Any], *known: str, default: str) -> dict[str, Any]:
+    """The body without tools of a type that cannot be called here; a missing type is the `default`."""
+    tools = value.get("tools")
+    if not isinstance(tools, list):
+        return dict(value)
+    taken = []
+    for tool in tools:
+        kind = (tool.get("type") if isinstance(tool, dict) else None) or default
+        if kind in known:
+            taken.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
+        else:
+            log.debug("skipped a tool of type %.64r: it cannot be called here", kind)
+    return {**value, "tools": taken}
+
+
+def check_kind(value: Any, *known: str, why: str = "") -> None:
+    """Refuse a `tool_choice` whose `type` is not `known`. Raises ValueError."""
+    kind = value.get("type") if isinstance(value, dict) else known[0]
+    needed = f"it must be {', '.join(known)}"
+    if kind is None:
+        raise ValueError(f"tool_choice: 'type' is missing; {needed}")
+    if kind not in known:
+        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {why or needed}")
+
+
+def check_given(body: Body, *names: str) -> None:
+    """Raise ValueError where a field is missing."""
+    if missing := [name for name in names if getattr(body, name) is None]:
+        raise ValueError(f"{missing[0]!r} is missing")
+
+
+def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else stop or ()
+
+
+class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
+    """Fields that all of OpenAI's routes that generate share."""
+
+    ALIASES = {"repetition_penalty": RepeatNames}
+
+    model: ModelName = None
+    user: Annotated[Name | None, about("Ignored", "ann")] = None
+    stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return list_stops(self.stop)
+
+
+class SchemaFormat(msgspec.Struct, Body, kw_only=True):
+    """A JSON schema with a name."""
+
+    name: Annotated[Name, about("Ignored")] = "answer"
+    schema: Annotated[dict[str, Any], about("The JSON schema that the answer validates against", SCHEMA)]
+    strict: Annotated[bool | None, about("Ignored: the answer always validates", True)] = None
+
+
+class ResponseFormat(msgspec.Struct, Body, kw_only=True):
+    """The form of the answer."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        about("`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
+    ]
+    json_schema: Annotated[
+        SchemaFormat | None,
+        about("The schema; required by the type `json_schema`", {"name": "answer", "schema": SCHEMA}),
+    ] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
+
+    def check(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
+
+
+class StreamOptionsBody(msgspec.Struct, Body, kw_only=True):
+    """Events of a stream beside those of the answer."""
+
+    include_usage: Annotated[bool, about("Send a last chunk with the usage")] = False
+
+
+class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    form = "response_format"
+
+    n: Annotated[
+        int, about("How many answers to generate; the prompt is computed once", ge=1, le=MAX_CHOICES)
+    ] = 1
+    response_format: Annotated[
+        ResponseFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
+    ] = None
+    stream: Annotated[bool, about("Send server-sent events, with `data: [DONE]` at the end")] = False
+    stream_options: Annotated[
+        StreamOptionsBody | None, about("What a stream sends beside the answer", {"include_usage": True})
+    ] = None
+    timings_per_token: Annotated[bool, about("Give llama-server's `timings` in every event")] = False
+    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
+    verbose: Annotated[bool, about("Give `__verbose`, what llama-server's `/completion` would say")] = False
+    prompt_logprobs: Annotated[
+        TopLogprobs | None, about("Score the prompt's tokens, and this many likely ones", 1)
+    ] = None
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
+
+    @property
+    def scored(self) -> int:
+        """Number of alternatives to each token of the prompt; 0 scores none."""
+        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ContentPart(msgspec.Struct, Body, kw_only=True):
+    """A part of a message. In the history, what is no text is replaced by a note."""
+
+    type: Annotated[Name, about("`text`, `refusal`, `thinking` …; others only in the history", "text")]
+    text: Annotated[str | None, about("The text of this part", QUESTION)] = None
+    refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
+    thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
+
+    def check(self) -> None:
+        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+            raise ValueError("'text' is missing")
+
+
+class CalledFunction(msgspec.Struct, Body, kw_only=True):
+    name: CalledName
+    arguments: Arguments = "{}"
+
+    def check(self) -> None:
+        self.arguments = write_arguments(self.arguments)
+
+
+class ToolCallBody(msgspec.Struct, Body, kw_only=True):
+    """A tool call of an earlier assistant message."""
+
+    id: CallId = None
+    type: Annotated[Name | None, about("Always `function`")] = "function"
+    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
+
+
+ReasoningText = Annotated[
+    JsonValue, about("Reasoning of the assistant, for templates that repeat it", REASONING)
+]
+
+
+class MessageBody(msgspec.Struct, Body, kw_only=True):
+    """One message."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"], about("The author")
+    ]
+    content: Annotated[
+        str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None,
+        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
+    ] = None
+    name: Annotated[Name | None, about("Of the author, for templates that use it", "Ann")] = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None,
+        about("Tool calls of an assistant message", [{"id": "call_1", **TOOL}]),
+    ] = None
+    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
+    function_call: Annotated[CalledFunction | None, about("As before `tool_calls`", {"name": "now"})] = None
+    refusal: Annotated[str | None, about("In the place of the content", "Rather not.")] = None
+    reasoning_content: ReasoningText = None
+    reasoning: ReasoningText = None
+    thinking: ReasoningText = None
+
+    def check(self) -> None:
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            if not isinstance(getattr(self, name), str):
+                setattr(self, name, None)
+
+
+def drop_nulls(value: Any) -> Any:
+    """A JSON value without the fields that are null, down to those of the objects in lists."""
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+class FunctionBody(msgspec.Struct, Body, kw_only=True):
+    """A function the model may call."""
+
+    name: FunctionName
+    description: ToolDescription = None
+    parameters: Annotated[
+        dict[str, Any] | None, about("JSON schema of its arguments; left out: it takes none", PARAMETERS)
+    ] = None
+    strict: Annotated[bool | None, about("Ignored: forced calls always match", True)] = None
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {})
+
+
+class ToolBody(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["function"], about("Always `function`")]
+    function: Annotated[FunctionBody, about("The function", {"name": "now"})]
+
+
+class ChosenFunction(msgspec.Struct, Body, kw_only=True):
+    name: FunctionName
+
+
+class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
+    mode: Annotated[Literal["auto", "required"], about("Whether one must be called")]
+    tools: Annotated[list[ToolBody], about("Some of the tools", [TOOL], min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
+    """The tool that must be called, or those that may be."""
+
+    type: Annotated[Literal["function", "allowed_tools"], about("Which of the two fields below counts")]
+    function: Annotated[ChosenFunction | None, about("The tool to call", {"name": "now"})] = None
+    allowed_tools: Annotated[
+        AllowedFunctions | None, about("Tools that may be called", {"mode": "auto", "tools": [TOOL]})
+    ] = None
+
+    def check(self) -> None:
+        check_given(self, self.type)
+
+
+class ThinkingMode(msgspec.Struct, Body, kw_only=True):
+    """Reasoning, as the APIs of some models switch it."""
+
+    type: Annotated[Name, about("`enabled` or `disabled`; others leave it to the template", "disabled")]
+    budget_tokens: ReasoningBudget = None
+
+
+class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
+    """Reasoning, as OpenRouter's clients ask for it."""
+
+    effort: Effort = None
+    enabled: Annotated[bool | None, about("Reasoning, on or off", False)] = None
+    max_tokens: ReasoningBudget = None
+
+
+class TextPart(msgspec.Struct, Body, kw_only=True):
+    type: Annotated[Literal["text"], about("Always `text`")] = "text"
+    text: Annotated[str, about("The text", PREDICTION)]
+
+
+class Prediction(msgspec.Struct, Body, kw_only=True):
+    """Most of the expected answer, such as a file that is edited."""
+
+    type: Annotated[Literal["content"], about("Always `content`")] = "content"
+    content: Annotated[
+        str | Annotated[list[TextPart], Meta(max_length=MAX_PROMPTS)],
+        about("Text, or parts of text", PREDICTION),
+    ]
+
+
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
+    EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
+
+    messages: Annotated[list[MessageBody], CONVERSATION]
+    tools: Annotated[list[ToolBody], about("Functions to call", [TOOL], max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[ToolMode | ChatToolChoice, about(TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
+    functions: Annotated[
+        list[FunctionBody],
+        about("`tools` in OpenAI's older form; calls are, too", [{"name": "now"}], max_length=MAX_TOOLS),
+    ] = []
+    function_call: Annotated[
+        Literal["none", "auto"] | ChosenFunction | None,
+        about("`tool_choice` for `functions`", "auto", {"name": "now"}),
+    ] = None
+    chat_template_kwargs: TemplateOptions = None
+    reasoning_format: Annotated[
+        Literal["auto", "deepseek", "deepseek-legacy", "none"],
+        about("`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+    ] = "auto"
+    continue_final_message: Annotated[
+        bool | Literal["content", "reasoning_content"] | None,
+        about("`false`: an assistant message at the end is history, not continued", True),
+    ] = None
+    # How much the model reasons, in the words of several APIs; the first that is given decides.
+    reasoning_effort: Effort = None
+    enable_thinking: Annotated[bool | None, about("Reasoning, on or off", False)] = None
+    thinking: Annotated[bool | ThinkingMode | None, about("Reasoning, on or off", False)] = None
+    reasoning: Annotated[ReasoningOptions | None, about("How much to reason", {"effort": "low"})] = None
+    thinking_budget: ReasoningBudget = None
+    reasoning_budget: ReasoningBudget = None
+    prediction: Annotated[
+        Prediction | None,
+        about("Text that most of the answer will repeat, to generate it faster", {"content": PREDICTION}),
+    ] = None
+    max_tokens: Annotated[
+        TokenLimit | None,
+        about("Maximum tokens (also `max_completion_tokens`, `n_predict`); null or -1: as many as fit", 64),
+    ] = None
+    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
+    top_logprobs: Annotated[
+        TopLogprobs | None, about("And of this many most likely tokens; needs `logprobs`", 2)
+    ] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_kind(value.get("tool_choice"), "function", "allowed_tools")
+        return take_tools(super().prepare(value), "function", default="function")
+
+    def check(self) -> None:
+        super().check()
+        self.set_limit("max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: it needs logprobs to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be streamed: leave out one of the two")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's")
+        self._choice.check([function.name for function in self._functions])
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens that are returned. None returns no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def older_form(self) -> bool:
+        """The tools are `functions`, and the answer's calls a `function_call`."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def _functions(self) -> list[FunctionBody]:
+        return [tool.function for tool in self.tools] or self.functions
+
+    @property
+    def _choice(self) -> ToolChoice:
+        if self.older_form:
+            wanted = self.function_call or "auto"
+            if isinstance(wanted, ChosenFunction):
+                return ToolChoice.only(wanted.name)
+            return ToolChoice(mode=wanted, parallel=False)
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+        if choice.type == "function":
+            assert choice.function is not None
+            return ToolChoice.only(choice.function.name)
+        assert choice.allowed_tools is not None
+        names = tuple(tool.function.name for tool in choice.allowed_tools.tools)
+        return ToolChoice(mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls)
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort or (self.reasoning or ReasoningOptions()).effort
+
+    @property
+    def budget(self) -> int | None:
+        """Maximum number of tokens of reasoning. None sets no limit."""
+        mode = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingMode) else None
+        nested = (self.reasoning or ReasoningOptions()).max_tokens
+        given = (self.thinking_budget, self.reasoning_budget, mode, nested)
+        found = next((budget for budget in given if budget is not None), None)
+        return None if found == -1 else found
+
+    @property
+    def thinks(self) -> bool | None:
+        """Enable reasoning. None leaves it to the chat template."""
+        mode = self.thinking.type if isinstance(self.thinking, ThinkingMode) else self.thinking
+        given = (
+            self.enable_thinking,
+            {"enabled": True, "disabled": False}.get(mode) if isinstance(mode, str) else mode,
+            (self.reasoning or ReasoningOptions()).enabled,
+            False if self.budget == 0 else None,
+            None if self.effort is None else self.effort != "none",
+        )
+        return next((wanted for wanted in given if wanted is not None), None)
+
+    def conversation(self) -> Conversation:
+        """The conversation in the terms of `cllm.chat`."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.thinks is not None:
+            options.setdefault("enable_thinking", self.thinks)
+        content = self.prediction.content if self.prediction is not None else ""
+        return Conversation(
+            messages=normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
+            reasoning=self.reasoning_format != "none",
+            continued=self.continue_final_message is not False,
+            options=make_template_options(options, self.effort),
+            think=self.thinks is not False,
+            reasoning_budget=self.budget,
+            prediction=content if isinstance(content, str) else "".join(part.text for part in content),
+            **self._choice.apply([function.tool() for function in self._functions]),
+        )

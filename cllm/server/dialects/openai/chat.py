@@ -1,0 +1,326 @@
+"""OpenAI's `/v1/chat/completions`: its answers and its route."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
+from cllm.chat.session import ChatSession, ChatStep, open_chat
+from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
+from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
+from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.dialects.openai.completions import (
+    CompletionUsage,
+    PromptLogprobs,
+    PromptTokensDetails,
+    make_prompt_logprobs,
+    make_usage,
+)
+from cllm.server.sse import EventStream, collect
+from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
+from cllm.types import FinishReason, TokenLogprob
+
+_json = msgspec.json.Encoder()
+_CONTENT = b',"delta":{"content":'
+_CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+class CandidateLogprob(msgspec.Struct):
+    """A token that could have been sampled."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(CandidateLogprob):
+    """The sampled token, and the most likely ones in its place."""
+
+    top_logprobs: list[CandidateLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of an answer's tokens."""
+
+    content: list[ChatTokenLogprob]
+
+
+def make_logprobs(entries: Sequence[TokenLogprob], top: int) -> list[ChatTokenLogprob]:
+    """One entry a token, each with the `top` most likely ones."""
+
+    def fields(piece: bytes, logprob: float) -> tuple[str, float, list[int]]:
+        return piece.decode(errors="replace"), logprob, list(piece)
+
+    made = []
+    for entry in entries:
+        likely = zip(entry.pieces[1 : 1 + top], entry.top[:top], strict=True)
+        candidates = [CandidateLogprob(*fields(piece, logprob)) for piece, (_, logprob) in likely]
+        made.append(ChatTokenLogprob(*fields(entry.pieces[0], entry.logprob), candidates))
+    return made
+
+
+class CalledFunctionResult(msgspec.Struct):
+    """The function of a call; `arguments` is JSON text. A later chunk has only more of the arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallResult(msgspec.Struct):
+    """A tool call of an answer. Chunks have an `index`; only the first of a call has `id` and `type`."""
+
+    function: CalledFunctionResult
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class ReplyMessage(msgspec.Struct):
+    """The answer."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallResult] | UnsetType = UNSET
+    function_call: CalledFunctionResult | UnsetType = UNSET
+
+    @classmethod
+    def from_reply(cls, reply: ChatReply, *, older_form: bool = False) -> ReplyMessage:
+        calls = [
+            ToolCallResult(CalledFunctionResult(call.arguments, call.name), call.id, "function")
+            for call in reply.tool_calls
+        ]
+        return cls(
+            reply.text if reply.text or not calls else None,
+            reasoning_content=reply.reasoning or UNSET,
+            tool_calls=calls if calls and not older_form else UNSET,
+            function_call=calls[0].function if calls and older_form else UNSET,
+        )
+
+
+class ChatChoice(msgspec.Struct):
+    """One of the `n` answers."""
+
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
+    """The response."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
+    """More of one choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallResult] | UnsetType = UNSET
+    function_call: CalledFunctionResult | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """More of one choice, or its end."""
+
+    index: int
+    delta: ChunkDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    usage: CompletionUsage | UnsetType = UNSET
+    choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
+
+
+_HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}
+EXAMPLE = ChatCompletion(
+    **_HEAD,
+    choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
+    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+    timings=EXAMPLE_TIMINGS,
+)
+EXAMPLE_CHUNKS = (
+    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),
+    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(), finish_reason="stop")]),
+)
+
+
+class ChatCompletionRenderer:
+    """Renders one call, whole or as chunks."""
+
+    def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
+        self._body = body
+        self._head = head
+        # All chunks start alike: that part is encoded once.
+        self._prefix = b"data: " + _json.encode(ChatCompletionChunk(**head))[:-2]
+        self._opening = self._prefix + b'{"index":'
+
+    def whole(self, replies: Sequence[ChatReply], session: ChatSession, **more: Any) -> ChatCompletion:
+        """The response to a call that does not stream. Its times are those of the first choice."""
+        choices = [
+            ChatChoice(
+                index,
+                ReplyMessage.from_reply(reply, older_form=self._body.older_form),
+                self._logprobs(reply.logprobs),
+                self._finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
+            )
+            for index, reply in enumerate(replies)
+        ]
+        usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
+        timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
+        if (count := self._body.prompt_logprobs) is not None:
+            entries = replies[0].prompt_logprobs
+            more["prompt_logprobs"] = [make_prompt_logprobs(entry, count) for entry in entries]
+        return ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
+
+    async def chunks(self, session: ChatSession, dialect: Dialect) -> AsyncIterator[bytes]:
+        """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
+        n, timed, include_usage = len(session.streams), self._body.timings_per_token, self._body.include_usage
+        for index in range(n):
+            yield self._encode(ChunkChoice(index, ChunkDelta(role="assistant", content="")))
+        usages = []
+        async for step in session.steps():
+            index, changes, output = step
+            if output.error is not None:
+                yield dialect.frame_failure(output.error)
+                return
+            plain = output.finish_reason is None and not output.logprobs and not timed
+            if plain and len(changes) == 1:
+                change = changes[0]
+                if type(change) is BlockDelta and change.block.kind is BlockKind.TEXT:
+                    # Nearly all of them: put together as bytes.
+                    text = _json.encode(change.text)
+                    yield b"%b%d%b%b%b" % (self._opening, index, _CONTENT, text, _CLOSING)
+                    continue
+            if output.finish_reason is not None:
+                usages.append(output.usage)
+            timings: Timings | UnsetType = UNSET
+            if timed or (len(usages) == n and not include_usage):
+                timings = get_timings(session.streams[index], session.prompt_tokens, output.usage)
+            called = bool(session.replies[index].tool_calls)
+            if chunks := self._encode_step(step, timings, called=called):
+                yield chunks
+        if include_usage:
+            timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
+            usage = make_usage(usages, session.prompt_tokens)
+            yield encode(ChatCompletionChunk(**self._head, usage=usage, timings=timings))
+        yield DONE
+
+    async def with_progress(self, session: ChatSession, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The chunks; before the first with an output, those of the prompt's progress."""
+        for _ in session.streams:
+            yield await anext(chunks)
+        first = asyncio.ensure_future(anext(chunks))
+        total = session.prompt_tokens
+        async for progress in watch_prompt(session.engine, session.streams[0], total, first):
+            choices = [ChunkChoice(0, ChunkDelta())]
+            yield encode(ChatCompletionChunk(**self._head, choices=choices, prompt_progress=progress))
+        yield await first
+        async for chunk in chunks:
+            yield chunk
+
+    def _encode_step(self, step: ChatStep, timings: Timings | UnsetType, *, called: bool) -> bytes:
+        """The chunks of a step. Its log-probabilities go with the last one that has content."""
+        index, changes, output = step
+        deltas = [self._make_delta(change) for change in changes]
+        choices = [ChunkChoice(index, delta) for delta in deltas if delta is not None]
+        last_content = max(0, len(choices) - 1)
+        if output.finish_reason is not None or (output.logprobs and not choices):
+            choices.append(ChunkChoice(index, ChunkDelta()))
+        if output.logprobs:
+            choices[last_content].logprobs = self._logprobs(output.logprobs)
+        if output.finish_reason is not None:
+            choices[-1].finish_reason = self._finish_reason(output.finish_reason, called=called)
+        if not choices:
+            return b""
+        *before, last = choices
+        return b"".join((*map(self._encode, before), self._encode(last, timings)))
+
+    def _finish_reason(self, reason: FinishReason, *, called: bool) -> str:
+        """`tool_calls` (in the older form `function_call`) where the answer stopped after a call."""
+        if called and reason is FinishReason.STOP:
+            return "function_call" if self._body.older_form else "tool_calls"
+        return reason.value
+
+    def _encode(self, choice: ChunkChoice, timings: Timings | UnsetType = UNSET) -> bytes:
+        more = b"" if timings is UNSET else b',"timings":' + _json.encode(timings)
+        return self._prefix + _json.encode(choice) + b"]" + more + b"}\n\n"
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        top = self._body.top
+        return None if top is None else ChatLogprobs(make_logprobs(entries, top))
+
+    def _make_delta(self, change: BlockEvent) -> ChunkDelta | None:
+        """The delta of a change; None where a block of text starts, or any block ends."""
+        block, text = change.block, change.text if isinstance(change, BlockDelta) else None
+        if isinstance(change, BlockEnd) or (text is None and block.kind is not BlockKind.TOOL_CALL):
+            return None
+        if block.kind is BlockKind.TEXT:
+            return ChunkDelta(content=text or "")
+        if block.kind is BlockKind.REASONING:
+            return ChunkDelta(reasoning_content=text or "")
+        function = CalledFunctionResult(text or "", block.name if text is None else UNSET)
+        if self._body.older_form:  # there is one call, without an id
+            return ChunkDelta(function_call=function)
+        call = ToolCallResult(function, index=block.call)
+        if text is None:
+            call.id, call.type = f"call_{block.id}", "function"
+        return ChunkDelta(tool_calls=[call])
+
+
+@openai.post("/v1/chat/completions", EXAMPLE, events=(*map(encode, EXAMPLE_CHUNKS), DONE), computes=True)
+@llama_server.post("/chat/completions", shown=False)
+async def chat(body: ChatBody, http: HttpRequest) -> Response:
+    """Answer a conversation, possibly with tool calls."""
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    request = make_request(
+        engine,
+        http,
+        body,
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=body.stops,
+        logprobs=0 if body.top is None else max(1, body.top),
+        prompt_logprobs=body.scored,
+    )
+    session = await open_chat(engine, body.conversation(), request, body.n)
+    head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
+    renderer = ChatCompletionRenderer(body, head)
+    if body.stream:
+        chunks = renderer.chunks(session, get_dialect(http.scope))
+        if body.return_progress:
+            chunks = renderer.with_progress(session, chunks)
+        return EventStream(engine, session.streams, chunks)
+    outputs = await collect(engine, session.streams, http)
+    replies = [reply.reply() for reply in session.finish(outputs)]
+    more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
+    return StructResponse(renderer.whole(replies, session, **more))

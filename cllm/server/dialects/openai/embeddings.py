@@ -1,0 +1,432 @@
+"""Embeddings, rankings and scores: /v1/embeddings, /v1/rerank, /v1/score, and llama-server's /embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.errors import ContextLengthExceeded, InvalidRequest
+from cllm.frontend.async_calls import loaded, run_tokenizer
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
+from cllm.server.body import Body, ModelName, Name, TokenId, about
+from cllm.server.dialect import StructResponse
+from cllm.server.dialects.cllm import cllm
+from cllm.server.dialects.llama_server import llama_server
+from cllm.server.dialects.openai import OpenAIDialect
+from cllm.server.dialects.openai.bodies import JsonValue, TextPart
+from cllm.server.sse import collect
+from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
+from cllm.types import RAW, Pooling, Request, to_vector
+
+MAX_INPUTS = 2048
+ENTRIES_AT_A_TIME = 64
+TokenizedInputs = tuple[tuple[int, ...], ...]
+
+
+class EmbeddingsDialect(OpenAIDialect):
+    """OpenAI's dialect, with what vLLM and Jina add to it."""
+
+    name = "embeddings"
+    about = "Embeddings of texts, and rankings and scores by a reranker."
+    prefix = "/v1/embeddings/"
+
+
+embeddings = EmbeddingsDialect()
+User = Annotated[Name | None, about("Ignored", "ann")]
+InputText = Annotated[str, Meta(min_length=1)]
+InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class InputObject(msgspec.Struct, Body, kw_only=True):
+    """An input in an object, as llama-server takes it."""
+
+    content: Annotated[InputText | list[TextPart] | None, about("Text, or parts of text", "The cat sat.")] = (
+        None
+    )
+    prompt_string: Annotated[InputText | None, about("Text", "The cat sat.")] = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or self.prompt_string or ""
+
+
+MixedInput = Annotated[list[InputText | TokenId], Meta(min_length=1)]
+Input = Annotated[
+    InputText
+    | InputObject
+    | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
+    about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
+]
+
+
+def has_tokens(value: Any) -> bool:
+    """Test whether a list has token ids, which makes it one input."""
+    return isinstance(value, list) and any(isinstance(part, int) for part in value)
+
+
+def split_inputs(value: Any) -> list[list[str | int]]:
+    """Each input as texts and token ids: a list with a number in it is one input."""
+    if has_tokens(value):
+        return [value]
+    if isinstance(value, list):
+        return [pieces for part in value for pieces in split_inputs(part)]
+    return [[value.text if isinstance(value, InputObject) else value]]
+
+
+def check_inputs(field: str, value: Any) -> None:
+    """Check inputs beyond their type. Raises ValueError."""
+    if not isinstance(value, list):
+        return
+    if has_tokens(value):
+        if not all(isinstance(part, str | int) for part in value):
+            raise ValueError(f"{field}: an input with token ids has texts beside them, no lists or objects")
+    elif len(value) > MAX_INPUTS or not all(has_tokens(part) for part in value if isinstance(part, list)):
+        raise ValueError(f"{field}: at most {MAX_INPUTS} inputs; a list in it has token ids")
+
+
+class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    EXAMPLE = {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}
+
+    model: ModelName = None
+    user: User = None
+    input: Input
+    encoding_format: Annotated[
+        Literal["float", "base64"], about("`float`: numbers; `base64`: little-endian 32-bit floats")
+    ] = "float"
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        about("Keep only the first dimensions of an embedding, scaled to length 1 again", 64),
+    ] = None
+
+    def check(self) -> None:
+        check_inputs("input", self.input)
+
+
+class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /embedding`, as llama-server has it."""
+
+    ALIASES = {"content": ("content", "input")}
+    EXAMPLE = {"content": "The cat sat."}
+
+    model: ModelName = None
+    content: Input
+    embd_normalize: Annotated[
+        int, about("Norm: -1 none, 0 largest is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64)
+    ] = 2
+
+    def check(self) -> None:
+        check_inputs("content", self.content)
+
+
+class DocumentBody(msgspec.Struct, Body, kw_only=True):
+    text: Annotated[InputText, about("The text to rank", "It is a bear.")]
+
+
+Documents = Annotated[tuple[InputText | DocumentBody, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class RerankBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /v1/rerank`."""
+
+    ALIASES = {"documents": ("documents", "texts")}
+    EXAMPLE = {"query": "What is a panda?", "documents": ["It is a bear.", "hi"], "top_n": 1}
+
+    model: ModelName = None
+    user: User = None
+    query: Annotated[InputText, about("The query that documents are ranked for", "What is a panda?")]
+    documents: Annotated[
+        Documents,
+        about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
+    ]
+    texts: Annotated[
+        JsonValue, about("`documents` of text-embeddings-inference; the answer is then its list", ["hi"])
+    ] = None
+    top_n: Annotated[
+        Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
+    ] = None
+    return_documents: Annotated[bool, about("Return each document beside its score")] = False
+    return_text: Annotated[bool, about("The same for `texts`")] = False
+
+    @property
+    def plain_texts(self) -> tuple[str, ...]:
+        return tuple(one if isinstance(one, str) else one.text for one in self.documents)
+
+
+class ScoreBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /v1/score`."""
+
+    EXAMPLE = {"text_1": "What is a panda?", "text_2": ["It is a bear.", "hi"]}
+
+    model: ModelName = None
+    user: User = None
+    text_1: Annotated[
+        InputText | InputTexts, about("One text, or as many as `text_2` has", "What is a panda?")
+    ]
+    text_2: Annotated[
+        InputText | InputTexts,
+        about(f"The texts to score against `text_1`; at most {MAX_INPUTS}", ["It is a bear.", "hi"]),
+    ]
+
+    def check(self) -> None:
+        queries, documents = len(self.queries), len(self.documents)
+        if queries not in (1, documents):
+            raise ValueError(f"text_1: {queries} texts, but {documents} in text_2; give one, or as many")
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        return (self.text_1,) if isinstance(self.text_1, str) else self.text_1
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        return (self.text_2,) if isinstance(self.text_2, str) else self.text_2
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedding of one input: numbers, or base64 of them."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[Embedding]
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True):
+    """The embedding of one input in llama-server's shape."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class Ranked(msgspec.Struct):
+    """The score of one document, and the document itself where it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: DocumentBody | msgspec.UnsetType = msgspec.UNSET
+
+
+class RankedInList(msgspec.Struct):
+    """The same in the shape of text-embeddings-inference."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The documents of `/v1/rerank`, best first."""
+
+    object: Literal["list"] = "list"
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of `/v1/score`, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+_VECTOR = [0.118, -0.042, 0.307]
+_USAGE = EmbeddingUsage(8, 8)
+_EMBEDDED = EmbeddingList(model="nomic-embed", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE)
+_RERANKER: dict[str, Any] = {"model": "bge-reranker-v2-m3", "usage": _USAGE}
+_RANKED = RerankResponse(results=[Ranked(0, 5.27)], **_RERANKER)
+_SCORED = ScoreResponse(id="score-8f0c", created=1767225600, data=[Score(index=0, score=5.27)], **_RERANKER)
+
+
+async def encode_entries(entries: Iterable[Any]) -> list[Any]:
+    """Entries as JSON. A call may hold a million numbers: the event loop gets a turn every few entries."""
+    encoded: list[Any] = []
+    for entry in entries:
+        encoded.append(msgspec.Raw(msgspec.json.encode(entry)))
+        if len(encoded) % ENTRIES_AT_A_TIME == 0:
+            await asyncio.sleep(0)
+    return encoded
+
+
+async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> TokenizedInputs:
+    """The tokens of each input; raises ContextLengthExceeded for one that is too long."""
+    inputs = split_inputs(value)
+    limit = loaded(engine)[1].embed.tokens
+    texts = tuple(pieces[0] for pieces in inputs if len(pieces) == 1 and isinstance(pieces[0], str))
+    lists: TokenizedInputs = ()
+    if texts:
+        lists = (await run_tokenizer(engine, TokenizeTexts(texts, limit, field), TokenLists)).lists
+    if len(texts) == len(inputs):
+        return lists
+    whole, found = iter(lists), []
+    for index, pieces in enumerate(inputs):
+        tokens = check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], field)
+        if not tokens:
+            tokens = next(whole)
+        elif len(tokens) < len(pieces):
+            tokens = await tokenize(engine, pieces, add_special=True, parse_special=False)
+        if limit and len(tokens) > limit:
+            raise ContextLengthExceeded.of_input(index, len(tokens), limit, field)
+        found.append(tokens)
+    return tuple(found)
+
+
+async def embed(
+    engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
+) -> tuple[Sequence[bytes], EmbeddingUsage]:
+    """The embeddings of inputs in their order."""
+    tenant = http.scope["state"]["tenant"].name
+    request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant)
+    ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
+    assert last.usage is not None and len(last.embeddings) == len(inputs)
+    return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
+
+
+def embedding_length(engine: EngineClient) -> int:
+    """Length of this model's embeddings; raises InvalidRequest for a reranker."""
+    info, _ = loaded(engine)
+    if info.pooling is Pooling.RANK:
+        raise InvalidRequest(
+            f"{info.name} is a reranker and makes no embeddings: use /v1/rerank, or start the server with "
+            "--pooling mean, cls or last",
+            field="model",
+        )
+    return info.vector_length
+
+
+async def score_pairs(
+    engine: EngineClient, queries: Sequence[str], documents: Sequence[str], field: str, http: HttpRequest
+) -> tuple[list[float], EmbeddingUsage]:
+    """The score of each document for the one query, or for its own. `field` names the documents in errors.
+
+    Raises InvalidRequest where the model is no reranker: no other model was trained to give a score.
+    """
+    info, limits = loaded(engine)
+    if info.pooling is not Pooling.RANK:
+        raise InvalidRequest(
+            f"{info.name} is not a reranker: it has no ranking head (its pooling is {info.pooling.value}); "
+            "serve a reranker, or rank by the similarity of /v1/embeddings",
+            field="model",
+        )
+    several = len(queries) > 1
+    inputs: TokenizedInputs = ()
+    for index, query in enumerate(queries):
+        texts = (documents[index],) if several else tuple(documents)
+        try:
+            task = TokenizePairs(query, texts, limits.embed.tokens)
+            inputs += (await run_tokenizer(engine, task, TokenLists)).lists
+        except ContextLengthExceeded as error:
+            old, new = ("documents 0", f"{field} {index}") if several else ("documents", field)
+            raise ContextLengthExceeded(
+                error.prompt_tokens, error.limit, message=error.message.replace(old, new), field=field
+            ) from None
+    vectors, usage = await embed(engine, inputs, http)
+    return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
+
+
+@embeddings.post("/v1/embeddings", _EMBEDDED, computes=True)
+async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
+    """Turn texts into embeddings of length 1."""
+    engine = await use_engine(http, body.model)
+    length = embedding_length(engine)
+    if loaded(engine)[0].pooling is Pooling.NONE:
+        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
+        raise InvalidRequest(message, "model")
+    if body.dimensions is not None and body.dimensions > length:
+        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
+        raise InvalidRequest(message, "dimensions")
+    vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
+    arrays = (to_vector(data, body.dimensions) for data in vectors)
+    as_text = body.encoding_format == "base64"
+    shown = (base64.b64encode(array.tobytes()).decode() if as_text else array.tolist() for array in arrays)
+    entries = await encode_entries(Embedding(index=index, embedding=one) for index, one in enumerate(shown))
+    model = model_name(engine, body.model)
+    return StructResponse(EmbeddingList(model=model, usage=usage, data=entries))
+
+
+@llama_server.post("/embedding", [LlamaEmbedding(0, [_VECTOR])], computes=True)
+@llama_server.post("/embeddings", shown=False)
+async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
+    """Turn texts into embeddings, in llama-server's shape."""
+    engine = await use_engine(http, body.model)
+    length = embedding_length(engine)
+    vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
+    norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
+    arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)
+    entries = (LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
+    return StructResponse(await encode_entries(entries))
+
+
+@embeddings.post("/v1/rerank", _RANKED, computes=True)
+@embeddings.post("/v1/reranking", shown=False)
+@llama_server.post("/rerank", shown=False)
+@llama_server.post("/reranking", shown=False)
+async def rerank(body: RerankBody, http: HttpRequest) -> Response:
+    """Order documents by how well they answer a query; needs a reranker."""
+    engine = await use_engine(http, body.model)
+    texts = body.plain_texts
+    scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
+    best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
+    if body.texts is not None:
+        plain = [RankedInList(index, scores[index]) for index in best]
+        for one in plain if body.return_text else ():
+            one.text = texts[one.index]
+        return StructResponse(plain)
+    results = [Ranked(index, scores[index]) for index in best]
+    for result in results if body.return_documents else ():
+        result.document = DocumentBody(text=texts[result.index])
+    model = model_name(engine, body.model)
+    return StructResponse(RerankResponse(model=model, results=results, usage=usage))
+
+
+@embeddings.post("/v1/score", _SCORED, computes=True)
+@cllm.post("/score", shown=False)
+async def score(body: ScoreBody, http: HttpRequest) -> Response:
+    """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
+    engine = await use_engine(http, body.model)
+    scores, usage = await score_pairs(engine, body.queries, body.documents, "text_2", http)
+    response = ScoreResponse(
+        id=f"score-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model_name(engine, body.model),
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        usage=usage,
+    )
+    return StructResponse(response)

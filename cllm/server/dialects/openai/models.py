@@ -1,0 +1,167 @@
+"""OpenAI's `/v1/models`, with what llama-server and Ollama's clients look for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.errors import EngineNotReady
+from cllm.frontend.served_model import ServedModel
+from cllm.models.files import parse_file_type
+from cllm.server.dialect import StructResponse
+from cllm.server.dialects.openai import openai
+from cllm.server.submit import find_model, get_registry
+from cllm.types import Limits, ModelInfo, Pooling
+
+# In the chat templates of models that reason.
+REASONING_MARKERS = ("<think>", "[THINK]", "<|channel|>", "reasoning_content", "enable_thinking")
+
+
+class ModelMeta(msgspec.Struct, frozen=True):
+    """The description of a model under llama-server's names."""
+
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+    ftype: str
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model. `capabilities`: completion, chat, tools, reasoning, embeddings, rerank."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cllm"
+    root: str
+    max_model_len: int
+    context_length: int
+    capabilities: list[str]
+    loaded: bool = True
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    meta: ModelMeta
+
+
+LISTED_MODEL = Model(
+    id="SmolLM2-135M-Instruct",
+    created=1767225600,
+    root="SmolLM2-135M-Instruct",
+    max_model_len=4096,
+    context_length=4096,
+    capabilities=["completion", "chat", "tools", "embeddings"],
+    meta=ModelMeta(49152, 4096, 8192, 576, 134515584, 96862464, "Q4_1"),
+)
+
+
+class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
+    parent_model: str = ""
+    format: str = "gguf"
+    family: str
+    families: tuple[str, ...]
+    parameter_size: str = ""
+    quantization_level: str
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The same model as llama-server lists it for Ollama's clients."""
+
+    name: str
+    model: str
+    modified_at: str = ""
+    size: str = ""
+    digest: str = ""
+    type: str = "model"
+    description: str = ""
+    tags: tuple[str, ...] = ("",)
+    capabilities: tuple[str, ...] = ("completion",)
+    parameters: str = ""
+    details: ModelDetails
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+    models: list[ModelEntry] = []
+
+
+def make_entry(info: ModelInfo) -> ModelEntry:
+    family, quant = info.architecture, parse_file_type(info.description).quant
+    details = ModelDetails(family=family, families=(family,), quantization_level=quant)
+    return ModelEntry(name=info.name, model=info.name, details=details)
+
+
+def make_model(
+    info: ModelInfo,
+    limits: Limits | None,
+    created: int,
+    name: str = "",
+    *,
+    aliases: tuple[str, ...] = (),
+    loaded: bool = True,
+) -> Model:
+    """A model that is served, under the `name` it was asked for by. Without limits it was never loaded."""
+    context = info.context_train
+    if limits is not None:
+        context = limits.request_tokens if info.generates else limits.embed.tokens
+    return Model(
+        id=name or info.name,
+        created=created,
+        root=info.name,
+        max_model_len=context,
+        context_length=context,
+        capabilities=list(_list_capabilities(info)),
+        loaded=loaded,
+        aliases=(info.name, *aliases),
+        meta=ModelMeta(
+            info.vocabulary_size,
+            context,
+            info.context_train,
+            info.embedding_length,
+            info.parameters,
+            info.size_bytes,
+            parse_file_type(info.description).name,
+        ),
+    )
+
+
+def _list_capabilities(info: ModelInfo) -> Iterator[str]:
+    template = info.template_for(tools=True)
+    if info.generates:
+        yield "completion"
+        if template is not None:
+            yield from ("chat", "tools")
+            if any(marker in template for marker in REASONING_MARKERS):
+                yield "reasoning"
+    yield "rerank" if info.pooling is Pooling.RANK else "embeddings"
+
+
+@openai.get("/v1/models", ModelList(data=[LISTED_MODEL]))
+async def models(http: HttpRequest) -> Response:
+    """List the models."""
+    served = get_registry(http).served
+    entries = [make_entry(model.info) for model in served if model.info is not None]
+    return StructResponse(ModelList(data=[describe_model(model) for model in served], models=entries))
+
+
+@openai.get("/v1/models/{name:path}", LISTED_MODEL)
+async def model(name: str, http: HttpRequest) -> Response:
+    """Describe the model that serves requests for this name."""
+    return StructResponse(describe_model(find_model(http, name), name))
+
+
+def describe_model(model: ServedModel, name: str = "") -> Model:
+    """A model, under the `name` it was asked for by. What is not known before a load is the header's."""
+    if model.info is None:
+        raise EngineNotReady("the model is still loading")
+    aliases = model.config.aliases
+    return make_model(model.info, model.limits, model.created, name, aliases=aliases, loaded=model.loaded)

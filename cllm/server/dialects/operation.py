@@ -1,0 +1,382 @@
+"""Routes for operators: health, readiness, metrics, KV and request tables, models, the live feed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET
+from starlette.background import BackgroundTask
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from cllm.errors import EngineNotReady, NotFound
+from cllm.frontend.async_calls import loaded
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.served_model import ModelState, ModelStatus
+from cllm.server.body import Body, about
+from cllm.server.dialect import EVENTS, StructResponse
+from cllm.server.dialects.cllm import CllmDialect
+from cllm.server.submit import find_model, get_registry, use_engine
+from cllm.types import Health, SlotInfo, Snapshot
+
+
+class OperationDialect(CllmDialect):
+    """The routes of operators."""
+
+    name = "operation"
+    about = "Health, metrics, debugging and administration."
+    prefix = "/admin/"
+
+
+operation = OperationDialect()
+
+
+class ReloadBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /admin/reload`."""
+
+    EXAMPLE = {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}
+
+    model: Annotated[
+        str,
+        about(
+            "GGUF file in --model-dir; empty: read the served file again",
+            "SmolLM2-360M-Instruct-Q8_0.gguf",
+            max_length=1024,
+        ),
+    ] = ""
+
+
+class ModelNameBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /admin/models/load` and `/admin/models/unload`."""
+
+    EXAMPLE = {"model": "SmolLM2-135M-Instruct"}
+
+    model: Annotated[
+        str, about("Name or alias of a served model", "SmolLM2-135M-Instruct", min_length=1, max_length=256)
+    ]
+
+
+class ModelsResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Every served model, and the memory that the loaded ones take together, as predicted; by device."""
+
+    models: tuple[ModelStatus, ...]
+    memory_bytes: dict[str, int]
+    memory_limit_bytes: dict[str, int]
+
+
+MODEL_STATUS_EXAMPLE = ModelStatus(
+    name="SmolLM2-135M-Instruct",
+    state=ModelState.READY,
+    default=True,
+    memory_bytes={"host": 1879048192},
+    last_used=1767225600.0,
+    loaded_at=1767225590.0,
+    context=4096,
+    slots=8,
+    size_bytes=96862464,
+    parameters=134515584,
+    architecture="llama",
+    quantization="Q4_1",
+    file="SmolLM2-135M-Instruct-Q4_1.gguf",
+)
+MODELS_EXAMPLE = ModelsResponse(
+    models=(MODEL_STATUS_EXAMPLE,), memory_bytes={"host": 1879048192}, memory_limit_bytes={"host": 8589934592}
+)
+
+
+class ReloadResponse(msgspec.Struct, frozen=True):
+    """The model that serves now."""
+
+    model: str
+    description: str
+    sequences: int
+    request_tokens: int
+
+
+class CacheClearedResponse(msgspec.Struct, frozen=True):
+    """Result of `/admin/cache/clear`."""
+
+    prefixes: int
+    tokens: int
+    responses: int  # stored ones, of all tenants
+
+
+class HealthResponse(msgspec.Struct, frozen=True):
+    status: str
+    engine: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # why requests are not computed now
+
+
+class SlotCounts(msgspec.Struct, frozen=True):
+    total: int
+    leased: int
+    free: int
+    cached: int  # of the free ones: those that keep what a request computed
+
+
+class CellCounts(msgspec.Struct, frozen=True):
+    total: int
+    used: int  # by running requests
+    cached: int  # by free slots
+
+
+class CachedSlot(msgspec.Struct, frozen=True):
+    """A free slot that keeps what a request computed."""
+
+    seq_id: int
+    tokens: int
+
+
+class LeaseCounters(msgspec.Struct, frozen=True):
+    leased_total: int
+    released_total: int
+    cleared_cells_total: int
+    integrity_failures: int
+
+
+class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots and KV cells, and every lease, between two steps."""
+
+    snapshot: int  # its number, since the engine started
+    sequences: SlotCounts
+    cells: CellCounts
+    leases: tuple[SlotInfo, ...]
+    cached: list[CachedSlot]
+    preempted: tuple[SlotInfo, ...]  # requests that wait for room
+    counters: LeaseCounters
+
+
+_LEASE = SlotInfo(
+    seq_id=0,
+    request_id="8f0c2d7e",
+    tokens=58,
+    position=57,
+    state="running",
+    age_s=0.31,
+    prompt_tokens=42,
+    cached_tokens=32,
+)
+KV_EXAMPLE = KVResponse(
+    snapshot=17,
+    sequences=SlotCounts(8, 1, 7, 2),
+    cells=CellCounts(32768, 57, 913),
+    leases=(_LEASE,),
+    cached=[CachedSlot(1, 600), CachedSlot(2, 313)],
+    preempted=(),
+    counters=LeaseCounters(12, 11, 913, 0),
+)
+
+
+class CancelledResponse(msgspec.Struct, frozen=True):
+    """The request that was ended."""
+
+    cancelled: str
+
+
+class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted request: its stage, its age, its progress. Never its text."""
+
+    id: str
+    place: str
+    age_s: float
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+
+
+class RequestsResponse(msgspec.Struct, frozen=True):
+    requests: list[RequestInfo]
+
+
+INSPECT_LIMIT_S = 10.0
+_METRICS = (
+    "# HELP cllm_requests_running Requests being computed\n"
+    "# TYPE cllm_requests_running gauge\n"
+    "cllm_requests_running 3.0\n"
+)
+_REQUEST = RequestInfo(
+    id="8f0c2d7e", place="running", age_s=0.31, prompt_tokens=42, generated_tokens=16, max_tokens=256
+)
+_RELOADED = ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
+_CLEARED = CacheClearedResponse(3, 4711, 2)
+_NOT_CLEARED = (
+    "storage_failed",
+    "files of the disk cache could not be removed: Permission denied",
+    "What is on disk may come back at the next start; slots and RAM are clear",
+)
+_NOT_RELOADED = (
+    "reload_failed",
+    "another model is being loaded already; try again when it serves",
+    "The model could not be changed; the old one serves on",
+)
+_BUSY = (
+    "model_busy",
+    "SmolLM2-135M-Instruct has 3 requests; try again when they have ended",
+    "Requests need the model",
+)
+_DOES_NOT_FIT = (
+    "model_does_not_fit",
+    "Qwen3-30B-A3B does not fit (host: needs 33012 MiB, limit 15360 MiB); give it less context, or raise "
+    "--models-memory-mb",
+    "The model needs more than the limit leaves beside those that are kept",
+)
+_NO_REQUEST = (
+    "not_found",
+    "no request of this id waits or runs: GET /debug/requests lists them",
+    "It has ended, or was never here",
+)
+
+
+def get_health(http: HttpRequest) -> Health:
+    """Of the server; with `?model=`, of that model."""
+    return find_model(http).health if "model" in http.query_params else get_registry(http).health
+
+
+@operation.get("/health", HealthResponse("ok", "ready"))
+async def health(http: HttpRequest) -> Response:
+    """Alive: 200, also while the engine restarts; 503 once it has crashed too often in a row."""
+    health = get_health(http)
+    status, code = ("failed", 503) if health is Health.FAILED else ("ok", 200)
+    return StructResponse(HealthResponse(status, health.value), code)
+
+
+@operation.get("/ready", HealthResponse("ready"))
+async def ready(http: HttpRequest) -> Response:
+    """Ready: 200 when a request sent now would be computed."""
+    health = get_health(http)
+    if health in (Health.READY, Health.SLEEPING):
+        return StructResponse(HealthResponse(health.value))
+    engine = find_model(http).engine
+    error = engine.error if engine is not None else None
+    return StructResponse(HealthResponse(health.value, reason=error.message if error else UNSET), 503)
+
+
+@operation.get("/metrics", _METRICS)
+async def metrics(http: HttpRequest) -> Response:
+    """Metrics in Prometheus' text format."""
+    metrics = get_registry(http).render_metrics()
+    return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def inspect(engine: EngineClient) -> Snapshot:
+    """The engine between two steps. Raises EngineNotReady where it does not answer."""
+    try:
+        async with asyncio.timeout(INSPECT_LIMIT_S):
+            return await asyncio.wrap_future(engine.inspect())
+    except TimeoutError:
+        raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
+
+
+@operation.get("/debug/kv", KV_EXAMPLE)
+async def debug_kv(http: HttpRequest) -> Response:
+    """Show the slots, the KV cells and every lease, taken between two steps.
+
+    `?snapshot=N` shows one of the last snapshots that /live has sent.
+    """
+    kept: dict[str, Snapshot] = {str(each.number): each for each in http.app.state.live.snapshots}
+    if (asked := http.query_params.get("snapshot")) is None:
+        snapshot = await inspect(await use_engine(http))
+    elif (snapshot := kept.get(asked)) is None:  # type: ignore[assignment]
+        raise NotFound("there is no such snapshot: only the last ones that /live has sent are kept")
+    total, leased = snapshot.sequences_total, len(snapshot.leases)
+    response = KVResponse(
+        snapshot=snapshot.number,
+        sequences=SlotCounts(total, leased, total - leased, snapshot.slots_cached),
+        cells=CellCounts(snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached),
+        leases=snapshot.leases,
+        cached=[CachedSlot(slot, tokens) for slot, tokens in sorted(snapshot.cached.items())],
+        preempted=snapshot.preempted,
+        counters=msgspec.convert(snapshot, LeaseCounters, from_attributes=True),
+    )
+    return StructResponse(response)
+
+
+@operation.get("/debug/requests", RequestsResponse([_REQUEST]))
+async def debug_requests(http: HttpRequest) -> Response:
+    """List the accepted requests: stage, age, progress. Never their text."""
+    now = time.monotonic()
+    requests = [
+        RequestInfo(
+            id=state.request.id,
+            place=state.stage.value,
+            age_s=round(now - state.arrived, 3),
+            prompt_tokens=state.request.input_tokens,
+            generated_tokens=state.generated,
+            max_tokens=state.request.max_tokens,
+        )
+        for state in get_registry(http).requests
+    ]
+    return StructResponse(RequestsResponse(requests))
+
+
+@operation.post("/admin/cache/clear", _CLEARED, errors={507: _NOT_CLEARED})
+async def clear_cache(http: HttpRequest) -> Response:
+    """Forget every cached prefix: in slots, in RAM, on disk and saved; and all stored responses.
+
+    What runs is not touched. Of several models, those of the default one, or of `?model=`.
+    """
+    responses: int = http.app.state.responses.clear()
+    done = await asyncio.wrap_future((await use_engine(http)).clear_cache())
+    return StructResponse(CacheClearedResponse(done.prefixes, done.tokens, responses))
+
+
+@operation.get("/admin/models", MODELS_EXAMPLE)
+async def list_models(http: HttpRequest) -> Response:
+    """List the served models: state, memory, last use."""
+    registry = get_registry(http)
+    answer = ModelsResponse(
+        models=registry.models, memory_bytes=registry.memory, memory_limit_bytes=registry.limit
+    )
+    return StructResponse(answer)
+
+
+@operation.post("/admin/models/load", MODEL_STATUS_EXAMPLE, errors={507: _DOES_NOT_FIT})
+async def load_model(body: ModelNameBody, http: HttpRequest) -> Response:
+    """Load a model, and wait until it serves. One that failed a moment ago is tried again at once."""
+    find_model(http, body.model).try_again()
+    await use_engine(http, body.model)
+    return _describe(http, body.model)
+
+
+@operation.post("/admin/models/unload", MODEL_STATUS_EXAMPLE, errors={409: _BUSY})
+async def unload_model(body: ModelNameBody, http: HttpRequest) -> Response:
+    """Unload a model that no request needs; its prefixes are saved."""
+    await get_registry(http).unload(find_model(http, body.model))
+    return _describe(http, body.model)
+
+
+def _describe(http: HttpRequest, name: str) -> Response:
+    model = find_model(http, name)
+    return StructResponse(model.describe(default=model is get_registry(http).default))
+
+
+@operation.post("/admin/reload", _RELOADED, errors={409: _NOT_RELOADED})
+async def reload(body: ReloadBody, http: HttpRequest) -> Response:
+    """Load a model beside the one that serves, then change over; running streams end on the old one."""
+    info, limits = loaded(await find_model(http).reload(body.model))
+    answer = ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
+    return StructResponse(answer)
+
+
+@operation.get("/live", shown=False)
+async def live(http: HttpRequest) -> Response:
+    """Send the live feed, once a second, after an hour of history; until the client leaves or it drains."""
+    listening = AsyncExitStack()
+    events = listening.enter_context(http.app.state.live.listen())
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    ended = BackgroundTask(listening.aclose)
+    return StreamingResponse(events, headers=headers, media_type=EVENTS, background=ended)
+
+
+@operation.post(
+    "/admin/requests/{request_id}/cancel", CancelledResponse("chatcmpl-8f0c2d7e"), errors={404: _NO_REQUEST}
+)
+async def cancel(request_id: str, http: HttpRequest) -> Response:
+    """End a request that waits or runs; its client gets what there is of the answer."""
+    if not get_registry(http).cancel(request_id):
+        raise NotFound(_NO_REQUEST[1])
+    return StructResponse(CancelledResponse(request_id))

@@ -1,0 +1,229 @@
+"""Fields of every route that generates: scheduling, sampling, structured output."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, get_type_hints
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from cllm.errors import InvalidRequest
+from cllm.server.body import Body, SourceText, StopText, TokenId, about
+from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
+
+MAX_BIASES = 1024
+MAX_PRIORITY = 100
+MIN_TIMEOUT_S = 0.001
+INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
+
+Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
+Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=256)]
+SamplerName = Annotated[str, Meta(max_length=64)]
+RepeatNames = ("repetition_penalty", "repeat_penalty")
+
+
+_FORMS = (  # name of the field, by vLLM's older name, kind
+    ("grammar", "guided_grammar", ConstraintKind.GRAMMAR),
+    ("regex", "guided_regex", ConstraintKind.REGEX),
+    ("choice", "guided_choice", ConstraintKind.CHOICE),
+    ("json_schema", "guided_json", ConstraintKind.JSON_SCHEMA),
+)
+
+
+class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
+    """Structured output in vLLM's words."""
+
+    json_schema: Annotated[
+        dict[str, Any] | SourceText | None, about("A JSON schema, also as text", {"type": "object"})
+    ] = msgspec.field(default=None, name="json")
+    json_object: Annotated[bool, about("Any JSON object")] = False
+    regex: Annotated[Grammar | None, about("A regular expression", "[0-9]+")] = None
+    choice: Annotated[Choices | None, about("Texts to choose from", ["red", "blue"])] = None
+    grammar: Annotated[Grammar | None, about("A grammar", 'root ::= "yes" | "no"')] = None
+
+
+class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
+    """The fields of `SamplingParams`, those that differ over HTTP, and others that all such routes take.
+
+    Structured output is at most one of its fields, or the API's own field named by `form`.
+    """
+
+    form: ClassVar[str] = ""
+
+    timeout: Annotated[
+        Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None,
+        about("Seconds from acceptance to the last token, then 504; the server's limit applies too", 30),
+    ] = None
+    priority: Annotated[
+        int,
+        about("Higher goes first, -100 to 100 (the nearest counts); waiting adds one a second", **INT64),
+    ] = 0
+    cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
+    speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
+    top_k: Annotated[int, about("Keep the k most likely tokens; 0 or -1: off", ge=-1, le=2**31 - 1)] = 40
+    dry_sequence_breakers: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...],
+        about("DRY: texts that end a repeated sequence", max_length=8),
+    ] = ("\n", ":", '"', "*")
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+        about("Token id (as text) → added to its logit", {"42": -100}),
+    ] = {}  # type: ignore[assignment]
+    seed: Annotated[
+        Annotated[int, Meta(**INT64)] | None,
+        about("The same seed gives the same text; none, -1 or 2^32 - 1: random", 7),
+    ] = None
+    min_tokens: Annotated[
+        int, about("Number of tokens that are generated before the answer may end", ge=0)
+    ] = 0
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...], about("Tokens that end the answer, as end tokens do", [2], max_length=MAX_BIASES)
+    ] = ()
+    samplers: Annotated[
+        SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None,
+        about("Only these samplers, by llama.cpp's names or letters, in cllm's own order", "kt"),
+    ] = None
+    grammar: Annotated[
+        Grammar | None, about("The answer follows this GBNF or Lark grammar", 'root ::= "yes" | "no"')
+    ] = None
+    regex: Annotated[
+        Grammar | None, about("The whole answer matches this regular expression", "[0-9]{4}-[0-9]{2}")
+    ] = None
+    choice: Annotated[Choices | None, about("The answer is one of these texts", ["red", "blue"])] = None
+    json_schema: Annotated[
+        dict[str, Any] | None,
+        about("The answer is JSON that validates against this schema", {"type": "object"}),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, about("The same as vLLM has it", {"choice": ["red", "blue"]})
+    ] = None
+    guided_json: Annotated[
+        dict[str, Any] | SourceText | None,
+        about("`json_schema` by vLLM's older name, also as text", {"type": "object"}),
+    ] = None
+    guided_regex: Annotated[Grammar | None, about("`regex` by that name", "[0-9]+")] = None
+    guided_choice: Annotated[Choices | None, about("`choice` by that name", ["red", "blue"])] = None
+    guided_grammar: Annotated[Grammar | None, about("`grammar` by that name", 'root ::= "yes" | "no"')] = None
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        given = value.get("logit_bias")
+        return value if given is None else {**value, "logit_bias": _read_biases(given)}
+
+    def check(self) -> None:
+        force_setattr(self, "priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority)))
+
+    def set_limit(self, field: str) -> None:
+        """Read a `TokenLimit` of at least 1: None for -1. Raises ValueError."""
+        value = getattr(self, field)
+        if value is not None and value < 1 and value != -1:
+            raise ValueError(f"{field}: must be at least 1, or -1 for as many as fit")
+        if value == -1:
+            force_setattr(self, field, None)
+
+    @property
+    def biases(self) -> dict[str, float]:
+        """The biases of texts. Only llama-server's routes take texts; elsewhere a text is no token id."""
+        return {}
+
+    def sampling(self, vocabulary_size: int) -> SamplingParams:
+        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
+        tokens, texts = [], self.biases
+        for key, bias in self.logit_bias.items():
+            text = key.removeprefix("\0")
+            if text in texts and not is_token_id(key):
+                continue
+            if not is_token_id(text) or int(text) >= vocabulary_size:
+                message = f"logit_bias: {text[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
+                raise InvalidRequest(message, field="logit_bias")
+            tokens.append((int(text), bias))
+        drawn = self.seed in (None, -1, SEED_SPACE)
+        fields = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        fields["top_k"] = max(0, self.top_k)
+        fields["logit_bias"] = tuple(tokens)
+        fields["seed"] = secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE
+        return SamplingParams(**fields | get_disabled(self.samplers))
+
+    def form_schema(self) -> dict[str, Any] | None:
+        """The schema that the API's own field asks for."""
+        return None
+
+    def constraint(self) -> ConstraintSpec | None:
+        """The constraint on the answer; raises InvalidRequest when there are several."""
+        nested = self.structured_outputs or StructuredOutputs()
+        schema = ConstraintKind.JSON_SCHEMA
+        given: list[tuple[str, ConstraintKind, Any]] = []
+        for name, guided, kind in _FORMS:
+            given += [(field, kind, getattr(self, field)) for field in (name, guided)]
+            given.append(("structured_outputs", kind, getattr(nested, name)))
+        if nested.json_object:
+            given.append(("structured_outputs", schema, {"type": "object"}))
+        given.append((self.form.partition(".")[0], schema, self.form_schema()))
+        given = [each for each in given if each[2] is not None]
+        if not given:
+            return None
+        if len(given) > 1:
+            fields = " and ".join(dict.fromkeys(field for field, *_ in given))
+            raise InvalidRequest(f"{fields}: give only one, they all say what the answer is", given[-1][0])
+        field, kind, value = given[0]
+        return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value), origin=field)
+
+
+def is_token_id(key: str) -> bool:
+    """Test whether a key of `logit_bias` is a token id."""
+    return key.isascii() and key.isdigit()
+
+
+def _read_biases(value: Any) -> Any:
+    """Biases by token, also from pairs; false is the lowest one. Raises ValueError."""
+    if isinstance(value, dict | list) and len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias: has {len(value)} entries, over the limit of {MAX_BIASES}")
+    if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        # A text of digits is a token id in an object, but a text in a pair.
+        value = {f"\0{token}" if isinstance(token, str) else str(token): bias for token, bias in value}
+    if isinstance(value, dict):
+        return {token: -100 if bias is False else bias for token, bias in value.items()}
+    return value
+
+
+@cache
+def get_sampling_bounds() -> dict[str, tuple[float, float]]:
+    """The least and the largest value of each sampling parameter that has both."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    metas: dict[str, Meta] = {name: hint.__metadata__[0] for name, hint in hints.items()}
+    bounds = {}
+    for name, meta in metas.items():
+        least = meta.ge if meta.gt is None else meta.gt + 1e-6
+        if least is not None and meta.le is not None:
+            bounds[name] = (float(least), float(meta.le))
+    return bounds
+
+
+# llama.cpp's samplers in the order in which they are always applied: letter, names, what switches it off.
+_SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
+    ("e", ("penalties",), {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}),
+    ("d", ("dry",), {"dry_multiplier": 0.0}),
+    ("s", ("top_n_sigma",), {"top_n_sigma": -1.0}),
+    ("k", ("top_k",), {"top_k": 0}),
+    ("y", ("typ_p", "typical_p", "typical", "typ"), {"typical_p": 1.0}),
+    ("p", ("top_p", "nucleus"), {"top_p": 1.0}),
+    ("m", ("min_p",), {"min_p": 0.0}),
+    ("x", ("xtc",), {"xtc_probability": 0.0}),
+    ("t", ("temperature", "temp"), {"temperature": 1.0, "dynatemp_range": 0.0}),
+    ("a", ("adaptive_p",), {"adaptive_target": -1.0}),
+)
+SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
+
+
+def get_disabled(samplers: str | Sequence[str] | None) -> dict[str, Any]:
+    """The parameters that switch off every sampler but these; None leaves all on."""
+    if samplers is None:
+        return {}
+    given = {name.replace("-", "_") for name in samplers}  # a text gives letters
+    off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
+    return {name: value for switch in off for name, value in switch.items()}

@@ -1,1 +1,0 @@
-"""Tuning: measure this machine once with this model, and remember the result."""

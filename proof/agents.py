@@ -1,0 +1,536 @@
+"""Coding agents, as npm and PyPI have them, against a scripted model.
+
+Each program has a text turn, a tool loop that changes a file, a session whose later prompts must come from
+the prefix cache, and one that outgrows the context. With `--tiny`, a text turn on a random-weight model with
+a context of 32 k too. Nothing leaves this machine. The programs are fetched first, unless
+`--installed`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+
+from bench.command import conclude, run_command
+from bench.report import Table
+from cllm.errors import SetupError
+from cllm.models.store import embedded_model
+from cllm.testing import say
+from proof.command import make_parser
+from proof.shared.agent_programs import AFTER, BEFORE, PROGRAMS, Program, agents_folder, base_environment
+from tests.driver.recorder import Exchange, Recorder
+from tests.driver.server import Server
+from tests.tiny_models import make_reader
+
+SCRIPTED = ("import sys; from cllm.testing import main; sys.exit(main(sys.argv[1:]))", "serve")
+CONTEXT = 600_000  # of a scripted request, whose tokens are bytes
+ROOM_TO_GROW = 48_000  # of the session that outgrows its context, beyond its first prompt
+TINY_CONTEXT = 32_768
+MIN_CACHED = 0.95  # of the prompt tokens of later turns
+TURNS = 4
+PARTS = 6  # of the room, one a turn: programs compact before the last tenth is used
+MODEL = "cllm"
+TOKENS = 200
+SIGNATURE = "c2lnbmVkIGVsc2V3aGVyZQ=="  # of another server: conversations move
+PADDING = "All of this is text that fills the context and says nothing at all. "
+
+
+class Failed(Exception):
+    """A scenario did not come out as it must; the message says how."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One program with a home of its own, its turns and what it sent."""
+
+    program: Program
+    home: Path
+    recorder: Recorder
+    limit_s: float
+    turns: int = 0
+    exchanges: list[list[Exchange]] = field(default_factory=list)  # by turn
+    output: str = ""
+
+    @property
+    def file(self) -> Path:
+        return self.home / "work" / "notes.txt"
+
+    def turn(self, prompt: str, *, may_fail: bool = False) -> str:
+        """Run the program for one prompt: what it printed. Raises Failed if it ends in error or too late."""
+        first = len(self.recorder.exchanges)
+        url = self.recorder.url
+        command = self.program.command(prompt, self.home, url, later=self.turns > 0)
+        variables = base_environment(self.home, url) | dict(self.program.environment(self.home, url))
+        typed = prompt if self.program.prompt_on_stdin else ""
+        code, self.output = run_group(command, self.home / "work", variables, self.limit_s, typed)
+        self.turns += 1
+        self.exchanges.append(self.recorder.exchanges[first:])
+        if code and not may_fail:
+            raise Failed(f"exit code {code}: {describe(self.exchanges[-1]) or self.output[-300:]}")
+        return self.output
+
+    def read_chain(self, count: int, text: str) -> None:
+        """One task: each of so many files, which begin with `text`, makes the model read the next.
+
+        What it makes the model say stands in the last message: a program that drops earlier ones keeps it.
+        """
+        answer = "That was the last file."
+        files = [self.home / "work" / f"part-{number}.txt" for number in range(count)]
+        steps = [*(self.program.change_file(file)[0] for file in files), self.program.finish(answer)]
+        for file, following in zip(files, steps[1:], strict=True):
+            file.write_text(f"{text}Answer={say(following)}\n")
+        if not shows(self.turn(f"Read all parts. Answer={say(steps[0])}", may_fail=True), answer):
+            raise Failed(f"no answer: {describe(self.exchanges[-1]) or self.output[-300:]}")
+
+    def expect(self, prompt: str, *answers: str) -> None:
+        """A turn whose script is `answers`; the last must be shown."""
+        script = say(*answers[:-1], self.program.finish(answers[-1]))
+        if not shows(self.turn(f"{prompt} Answer={script}"), answers[-1]):
+            raise Failed(f"no answer: {describe(self.exchanges[-1]) or self.output[-300:]}")
+
+
+def shows(output: str, answer: str) -> bool:
+    """Whether a program's output has the answer: anywhere but in the prompt, which it may print too."""
+    plain = output.replace("\\n", "\n")
+    scripts = r"(\x02|\\+u0002|Answer=)[^\x03]*?(\x03|\\+u0003|\Z)"
+    return answer in re.sub(scripts, "", plain)
+
+
+def run_group(
+    command: Sequence[str], folder: Path, variables: dict[str, str], limit_s: float, typed: str = ""
+) -> tuple[int, str]:
+    """Run a program in a process group of its own, which ends with it. Raises Failed after `limit_s`."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(typed.encode(), timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not done after {limit_s:.0f} s") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    return process.returncode, output.decode(errors="replace")
+
+
+def describe(exchanges: Sequence[Exchange]) -> str:
+    """The refusals among exchanges, if any: status and message."""
+    refused = [exchange for exchange in exchanges if exchange.status != 200]
+    return "; ".join(f"{one.path} {one.status} {one.answer[:200].decode()}" for one in refused[:2])
+
+
+def measure_cached(exchanges: Iterable[Exchange]) -> float:
+    """The cached part of the prompt tokens of some exchanges."""
+    sizes = [tokens for one in exchanges if (tokens := one.prompt_tokens) is not None and tokens.total]
+    if not sizes:
+        raise Failed("no later turn reached the model")
+    return sum(tokens.cached for tokens in sizes) / sum(tokens.total for tokens in sizes)
+
+
+def find_later(exchanges: Iterable[Exchange]) -> list[Exchange]:
+    """The answered requests that continue a conversation.
+
+    A program may have another one beside it, which gives the session a title and has no tools: its requests
+    come at any time, and the first of each has nothing to continue.
+    """
+    by_tools: dict[bool, list[Exchange]] = {}
+    for one in exchanges:
+        if one.prompt_tokens is not None:
+            by_tools.setdefault(bool(one.json.get("tools")), []).append(one)
+    return [one for conversation in by_tools.values() for one in conversation[1:]]
+
+
+def measure_repeated(run: Run) -> float:
+    """The part of later prompts by which one before them began, too: all that a cache can have."""
+    bodies = [[one.json for one in turn if one.path.endswith("/chat/completions")] for turn in run.exchanges]
+    url = f"{run.recorder.upstream.geturl()}/apply-template"
+    prompts = [[httpx.post(url, json=body).json()["prompt"] for body in turn] for turn in bodies]
+    earlier, repeated, total = list(prompts[0]), 0, 0
+    for prompt in (prompt for turn in prompts[1:] for prompt in turn):
+        repeated += max(_count_shared(prompt, other) for other in earlier)
+        total += len(prompt)
+        earlier.append(prompt)
+    return repeated / total
+
+
+def _count_shared(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def list_tokens(exchanges: Iterable[Exchange]) -> list[tuple[int, int]]:
+    """Tokens of each answered prompt, and how many of them were cached."""
+    return [(tokens.total, tokens.cached) for one in exchanges if (tokens := one.prompt_tokens)]
+
+
+def prompt_sizes(exchanges: Sequence[Exchange]) -> list[int]:
+    """Tokens of the prompts that were answered, in order. Raises Failed if there are none."""
+    found = [one.prompt_tokens for one in exchanges]
+    sizes = [tokens.total for tokens in found if tokens is not None and tokens.total]
+    if not sizes:
+        raise Failed("no answer said how large its prompt was")
+    return sizes
+
+
+# Scenarios: each returns a figure or "", and raises Failed ------------------------------------------
+
+
+def text_turn(run: Run) -> str:
+    run.expect("What colour is the sky?", "The sky is blue.")
+    return f"{max(prompt_sizes(run.exchanges[0])):,} bytes"
+
+
+def tool_loop(run: Run) -> str:
+    run.file.write_text(BEFORE)
+    steps = run.program.change_file(run.file)
+    if run.program.edits_in_text:
+        run.turn(f"Change notes.txt. Answer={say(*steps)}")
+    else:
+        run.expect("Change notes.txt.", *steps, "It is changed.")
+    if (found := run.file.read_text()).strip() != AFTER.strip():
+        raise Failed(f"the file says {found!r}")
+    answered = [one for one in run.exchanges[0] if one.prompt_tokens is not None]
+    later = find_later(answered)
+    if later and measure_cached(later) < MIN_CACHED:
+        raise Failed(f"{measure_cached(later):.1%} cached: {list_tokens(answered)}")
+    return f"{len(answered)} requests" + (f", {measure_cached(later):.1%} cached" if later else "")
+
+
+def long_session(run: Run) -> str:
+    if run.program.one_task:
+        run.read_chain(TURNS, "")
+        run.exchanges = [[one] for one in run.exchanges[0]]
+    else:
+        for turn in range(TURNS):
+            run.expect(f"This is message {turn}.", f"This is answer {turn}.")
+    cached = measure_cached(one for turn in run.exchanges[1:] for one in turn)
+    repeated = measure_repeated(run) if run.program.moves_text else 1.0
+    if cached < MIN_CACHED * repeated:
+        raise Failed(f"{cached:.1%} cached: {list_tokens(one for turn in run.exchanges for one in turn)}")
+    return f"{cached:.1%} cached" + (f" of {repeated:.1%} repeated" if run.program.moves_text else "")
+
+
+def outgrown(run: Run) -> str:
+    """Turns of a sixth of the room each, until the program has compacted: a prompt is smaller again.
+
+    The user's messages fill the context, or a tool's results where a program keeps the user's own words.
+    """
+    if run.program.one_task:
+        return outgrown_by_one_task(run)
+    parts = PARTS if run.program.compacts else 1
+    filling = f"{PADDING}\n" * (ROOM_TO_GROW // parts // len(PADDING))
+    file = run.home / "work" / "filling.txt"
+    file.write_text(filling)
+    sizes = [0]
+    for turn in range(2 * PARTS):
+        answer = f"This is answer {turn}."
+        steps = run.program.change_file(file)[:1] if run.program.keeps_user_text else ()
+        prompt = f"{'' if steps else filling}Message {turn}. Answer={say(*steps, run.program.finish(answer))}"
+        shown = run.turn(prompt, may_fail=True)  # opencode compacts on a refusal, and exits with 1
+        if not run.program.compacts and not shows(shown, answer):
+            return check_refusal(run)
+        if not shows(shown, answer):
+            raise Failed(f"no answer: {describe(run.exchanges[-1]) or shown[-300:]}")
+        sizes += prompt_sizes(run.exchanges[-1])
+        if sizes[-1] < max(sizes) - ROOM_TO_GROW // PARTS // 2:
+            return f"{max(sizes):,} → {sizes[-1]:,} bytes"
+    raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
+
+
+def outgrown_by_one_task(run: Run) -> str:
+    """Files of twice the room are read: some must have been dropped, a few at a time."""
+    filling = f"{PADDING}\n" * (ROOM_TO_GROW // PARTS // len(PADDING))
+    run.read_chain(2 * PARTS, filling)
+    sizes = prompt_sizes(run.exchanges[-1])
+    whole = sizes[0] + 2 * PARTS * len(filling)
+    if max(sizes) > whole - ROOM_TO_GROW:
+        raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
+    return f"{whole:,} → {max(sizes):,} bytes"
+
+
+def check_refusal(run: Run) -> str:
+    """A library does not compact: the user must be shown the numbers."""
+    found = re.search(r"prompt is too long: \d+ tokens > \d+ maximum", run.output)
+    if not found:
+        raise Failed(f"no refusal was shown: {run.output[-300:]}")
+    return "shows the limit"
+
+
+def noise_turn(run: Run) -> str:
+    """A random-weight model: any answer will do, as long as nothing is refused."""
+    run.turn("What colour is the sky?", may_fail=True)
+    if refusal := describe(run.exchanges[0]):
+        raise Failed(refusal)
+    return f"{max(prompt_sizes(run.exchanges[0])):,} tokens"
+
+
+Scenario = Callable[[Run], str]
+SCENARIOS: dict[str, Scenario] = {
+    "text": text_turn,
+    "tools": tool_loop,
+    "session": long_session,
+    "compaction": outgrown,
+    "tiny": noise_turn,
+}
+
+
+def serve_script(folder: Path, name: str, context: int) -> Server:
+    """The scripted model with that limit of a request, its log in the folder."""
+    size: tuple[str, ...] = ("--parallel", "4", "--ctx-size", str(4 * context), "--log-level", "info")
+    size += ("--draft-tokens", "8") if name == "features" else ()
+    return Server(folder / f"{name}.log", *size, program=SCRIPTED)
+
+
+def serve_tiny(folder: Path) -> Server:
+    """A random-weight model that reads and writes the embedded model's tokens."""
+    model = make_reader(folder / "tiny.gguf", embedded_model(), context=TINY_CONTEXT)
+    size = ("--parallel", "1", "--slots", "2", "--ctx-size", str(TINY_CONTEXT))
+    return Server(folder / "tiny.log", str(model), *size, CLLM_LOG_LEVEL="info")
+
+
+def keep_exchanges(folder: Path, run: Run) -> None:
+    """Write what was said into a folder, for reading."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "output.txt").write_text(run.output)
+    for number, exchange in enumerate(run.recorder.exchanges):
+        (folder / f"{number:02}-request.json").write_bytes(exchange.body)
+        (folder / f"{number:02}-answer-{exchange.status}.txt").write_bytes(exchange.answer)
+    (folder / "refused.txt").write_text("\n".join(sorted(run.recorder.refused)))
+
+
+@dataclass(slots=True)
+class Arena:
+    """The servers of a report: one scripted model for all, one for each context that is to be outgrown."""
+
+    folder: Path
+    limit_s: float
+    keep: Path | None
+    stack: ExitStack
+    shared: Server | None = None
+    tiny: Server | None = None
+    first_prompts: dict[str, int] = field(default_factory=dict)  # by program
+
+    def play(self, program: Program, name: str) -> str:
+        """One scenario of one program: its figure. Raises Failed."""
+        if name == "tiny":
+            self.tiny = self.tiny or self.stack.enter_context(serve_tiny(self.folder))
+            return self._play(program, name, self.tiny, TINY_CONTEXT)
+        if name == "compaction":
+            first = self.first_prompts.get(program.name) or self._measure_first(program)
+            context = first + ROOM_TO_GROW
+            with serve_script(
+                self.folder, f"compaction-{program.package.replace('/', '-')}", context
+            ) as server:
+                return self._play(program, name, server, context)
+        return self._play(program, name, self._get_shared(), CONTEXT)
+
+    def _get_shared(self) -> Server:
+        self.shared = self.shared or self.stack.enter_context(serve_script(self.folder, "scripted", CONTEXT))
+        return self.shared
+
+    def _measure_first(self, program: Program) -> int:
+        self._play(program, "text", self._get_shared(), CONTEXT)
+        return self.first_prompts[program.name]
+
+    def _play(self, program: Program, name: str, server: Server, context: int) -> str:
+        runs = agents_folder() / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(dir=runs, ignore_cleanup_errors=True) as home,
+            Recorder(server.url) as recorder,
+        ):
+            run = Run(program, Path(home), recorder, self.limit_s)
+            run.file.parent.mkdir()
+            run.file.write_text(BEFORE)
+            program.configure(run.home, recorder.url, context)
+            try:
+                figure = SCENARIOS[name](run)
+                if program.name not in self.first_prompts:  # a refused one has no size
+                    self.first_prompts[program.name] = max(prompt_sizes(run.exchanges[0]))
+                return figure
+            finally:
+                if self.keep is not None:
+                    keep_exchanges(self.keep / f"{program.package.replace('/', '-')}-{name}", run)
+
+
+# Fields that agents rely on, sent by the official SDKs ---------------------------------------------------
+
+
+def continue_response(url: str) -> str:
+    """`previous_response_id`: the second request carries only what is new."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    instructions = "Be brief. " * 200
+    first = client.responses.create(
+        model=MODEL, instructions=instructions, input=f"One. {say('Yes.', 'No.')}"
+    )
+    second = client.responses.create(
+        model=MODEL, instructions=instructions, input="Two.", previous_response_id=first.id
+    )
+    assert (first.output_text, second.output_text) == ("Yes.", "No."), second.output_text
+    assert first.usage is not None and second.usage is not None
+    cached = second.usage.input_tokens_details.cached_tokens / second.usage.input_tokens
+    assert cached >= 0.95, f"{cached:.1%} cached"
+    return f"{cached:.1%} cached"
+
+
+def pass_thinking(url: str) -> str:
+    """Thinking blocks are streamed apart from the text, and taken back with whatever signature they have."""
+    client = anthropic.Anthropic(base_url=url, api_key="none")
+    script = say("<think>\nA plan.\n</think>\n\nLet me see.", "It rains.")
+    question: anthropic.types.MessageParam = {"role": "user", "content": f"Rain? {script}"}
+    with client.messages.stream(
+        model=MODEL, max_tokens=4096, thinking={"type": "enabled", "budget_tokens": 1024}, messages=[question]
+    ) as stream:
+        first = stream.get_final_message()
+    kinds = [block.type for block in first.content]
+    assert kinds == ["thinking", "text"], kinds
+    thought = first.content[0]
+    assert isinstance(thought, anthropic.types.ThinkingBlock) and thought.thinking.strip() == "A plan."
+    assert thought.signature, "clients drop reasoning without a signature from their history"
+    signed = thought.model_copy(update={"signature": SIGNATURE})
+    second = client.messages.create(
+        model=MODEL,
+        max_tokens=4096,
+        messages=[
+            question,
+            {"role": "assistant", "content": [signed, *first.content[1:]]},
+            {"role": "user", "content": "And now?"},
+        ],
+    )
+    (block,) = second.content
+    assert isinstance(block, anthropic.types.TextBlock) and block.text == "It rains.", second.content
+    return "apart, taken back signed"
+
+
+def predict_answer(url: str) -> str:
+    """`prediction`: an answer that is known beforehand, and is nowhere in the prompt, is drafted from it."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def ask(prediction: str) -> tuple[str, int]:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Anything."}],
+            prediction={"type": "content", "content": prediction},
+            temperature=0,
+            seed=7,
+            max_tokens=TOKENS,
+            extra_body={"ignore_eos": True},
+        )
+        details = answer.usage.completion_tokens_details if answer.usage else None
+        assert details is not None
+        return answer.choices[0].message.content or "", details.accepted_prediction_tokens or 0
+
+    text, by_chance = ask("not this")
+    same, accepted = ask(text)
+    assert same == text, "a prediction changed the answer"
+    assert accepted > by_chance + TOKENS // 2, f"{accepted} of {TOKENS} accepted, {by_chance} without it"
+    return f"{accepted} of {TOKENS} accepted"
+
+
+FEATURES: dict[str, Callable[[str], str]] = {
+    "previous_response_id": continue_response,
+    "thinking blocks": pass_thinking,
+    "prediction": predict_answer,
+}
+
+
+# All of them ------------------------------------------------------------------------------------------------
+
+
+def run_agents(
+    program: Sequence[str] = (),
+    scenario: Sequence[str] = (),
+    installed: bool = False,
+    limit_s: float = 300.0,
+    keep: Path | None = None,
+    out: Path | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Play the scenarios, print tables; 0 if all pass. Raises SetupError."""
+    chosen = [one for one in PROGRAMS if not program or one.package in program]
+    names = list(scenario or SCENARIOS)
+    rows: list[Sequence[str]] = []
+    failures: list[str] = []
+    with ExitStack() as stack:
+        folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.log"):
+            old.unlink()  # it names an address that is gone
+        arena = Arena(folder, limit_s, keep, stack)
+        for one in chosen:
+            missing = prepare(one, install=not installed)
+            wanted = names if not missing else []
+            cells = judge(one.name, {name: partial(arena.play, one, name) for name in wanted}, failures)
+            failures += [f"{one.name}: {missing}"] if missing else []
+            rows.append((f"{one.name} {one.version()}".strip(), *(cells.get(name, "–") for name in names)))
+        features = [] if program or scenario else play_features(folder, failures)
+    tables = [Table(("program", *names), rows)] + [Table(("field", "by an SDK"), features)] * bool(features)
+    text = "\n\n".join(table.markdown() for table in tables)
+    verdict = "\n".join(f"FAIL: {line}" for line in failures) or "pass"
+    return conclude("agents", f"{text}\n\n{verdict}", [rows, features], out, failed=bool(failures))
+
+
+def play_features(folder: Path, failures: list[str]) -> list[Sequence[str]]:
+    """The fields that need no program, only an SDK: a row each."""
+    with serve_script(folder, "features", CONTEXT) as server:
+        plays = {name: partial(check, server.url) for name, check in FEATURES.items()}
+        return list(judge("SDK", plays, failures).items())
+
+
+def prepare(program: Program, *, install: bool) -> str:
+    """Install a program if that is wanted; why it cannot run, or ""."""
+    try:
+        if install:
+            program.install()
+    except SetupError as error:
+        return f"cannot be installed here: {error}"
+    return "" if program.version() else "not installed"
+
+
+def judge(who: str, plays: Mapping[str, Callable[[], str]], failures: list[str]) -> dict[str, str]:
+    """Play each: its cell in the table; what went wrong is added to `failures`."""
+    cells = {}
+    for name, play in plays.items():
+        try:
+            cells[name] = f"passed, {play()}"
+        except (Failed, AssertionError, SetupError, openai.APIError, anthropic.APIError) as error:
+            cells[name] = "failed"
+            failures.append(f"{who}, {name}: {error}")
+        print(f"{who}, {name}: {cells[name]}", file=sys.stderr, flush=True)
+    return cells
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser(
+        __name__,
+        __doc__,
+        "--out",
+        "--logs",
+        limit_s=(300.0, "of one turn, seconds"),
+        installed=(False, "use what is installed"),
+    )
+    programs, names = [one.package for one in PROGRAMS], list(SCENARIOS)
+    parser.add_argument("--program", action="append", default=[], choices=programs, help="again for more")
+    parser.add_argument("--scenario", action="append", default=[], choices=names, help="again for more")
+    parser.add_argument("--keep", type=Path, help="folder to write requests and answers into")
+    return run_command(parser, arguments, run_agents)

@@ -1,0 +1,110 @@
+"""Bodies are read leniently where clients need it, and refused with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from cllm.errors import InvalidRequest
+from cllm.server.body import MAX_DEPTH, NO_NUL, Body
+
+
+class Part(msgspec.Struct, Body, kw_only=True):
+    text: str
+    size: int = 0
+
+    def check(self) -> None:
+        if self.text == "wrong":
+            raise ValueError("it is wrong")
+
+
+class First(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="first"):
+    count: int = 1
+
+
+class Second(msgspec.Struct, Body, kw_only=True, tag_field="type", tag="second"):
+    parts: list[Part] = []
+
+
+class Whole(msgspec.Struct, Body, kw_only=True):
+    ALIASES = {"limit": ("max_limit", "limit")}
+    NULLS = frozenset({"meant"})
+
+    name: Annotated[str, Meta(pattern=NO_NUL, max_length=8)]
+    limit: Annotated[int, Meta(ge=0)] = 4
+    meant: int | None = 7
+    parts: str | list[Part] = ""
+    choice: str | First | Second = ""
+    free: dict[str, Any] = {}
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if value.get("name") == "refused":
+            raise ValueError("name: not this one")
+        return value
+
+
+def test_null_is_a_field_left_out_unless_it_has_a_meaning() -> None:
+    body = Whole.parse({"name": "a", "limit": None, "meant": None, "parts": [{"text": "b", "size": None}]})
+    assert (body.limit, body.meant, body.parts) == (4, None, [Part(text="b")])
+
+
+def test_whole_floats_are_integers_down_to_nested_bodies() -> None:
+    body = Whole.parse({"name": "a", "limit": 64.0, "choice": {"type": "first", "count": 2.0}})
+    assert body.limit == 64 and body.choice == First(count=2)
+    with pytest.raises(InvalidRequest, match=r"^limit: expected `int`, got `float`"):
+        Whole.parse({"name": "a", "limit": 64.5})
+
+
+def test_the_first_alias_that_is_given_counts() -> None:
+    assert Whole.parse({"name": "a", "limit": 1, "max_limit": 2}).limit == 2
+    assert Whole.parse({"name": "a", "limit": 1, "max_limit": None}).limit == 1
+
+
+def test_free_objects_and_unknown_fields_stay_as_they_are() -> None:
+    body = Whole.parse({"name": "a", "free": {"x": None, "y": 1.0}, "unknown": object()})
+    assert body.free == {"x": None, "y": 1.0} and type(body.free["y"]) is float
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({}, "name", "name: this field is required"),
+        ({"name": 1}, "name", "name: expected `str`, got `int`"),
+        ({"name": "\0"}, "name", "name: must not contain NUL"),
+        ({"name": "a", "limit": True}, "limit", "limit: expected `int`, got `bool`"),
+        ({"name": "a", "parts": [{"size": 1}]}, "parts", "parts[0]: 'text' is missing"),
+        ({"name": "a", "parts": [{"text": "wrong"}]}, "parts", "parts[0]: it is wrong"),
+        ({"name": "a", "choice": {"type": "third"}}, "choice", "choice.type: invalid value 'third'"),
+        ({"name": "refused"}, "name", "name: not this one"),
+        ([], None, "the body is not a JSON object"),
+        ("x", None, "the body is not a JSON object"),
+    ],
+)
+def test_a_refusal_names_the_field(given: Any, field: str | None, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Whole.parse(given)
+    assert (caught.value.field, caught.value.message) == (field, message)
+
+
+class Wider(Whole, kw_only=True):
+    ALIASES = {"free": ("open", "free")}
+
+
+def test_a_refusal_names_an_alias_of_a_base_class() -> None:
+    for name in ("max_limit", "open"):
+        with pytest.raises(InvalidRequest, match=f"^{name}: expected") as caught:
+            Wider.parse({"name": "a", name: True})
+        assert caught.value.field == name
+
+
+def test_a_body_nested_too_deep_is_refused() -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    Whole.parse({"name": "a", "free": {"x": value[0][0]}})
+    with pytest.raises(InvalidRequest, match="nested deeper"):
+        Whole.parse({"name": "a", "free": {"x": value}})
