@@ -26,12 +26,11 @@ class Layout:
     """Where a checkout has what is driven here."""
 
     def __init__(self) -> None:
-        new = (Path(import_module("cllm").__file__ or "").parent / "core").is_dir()
-        core = import_module("cllm.core.engine_core" if new else "cllm.engine.loop")
-        self.messages = import_module("cllm.messages" if new else "cllm.engine.messages")
-        self.make_core = core.EngineCore if new else core.StepLoop
-        fakes = import_module("cllm.testing" if new else "cllm.backend.fake")
-        self.make_runner = fakes.FakeRunner if new else fakes.FakeBackend
+        package = Path(import_module("cllm").__file__ or "").parent
+        moved = (package / "messages.py").is_file()  # it was in workers/
+        self.messages = import_module("cllm.messages" if moved else "cllm.workers.messages")
+        self.make_core = import_module("cllm.core.engine_core").EngineCore
+        self.make_runner = import_module("cllm.testing").FakeRunner
         self.types = import_module("cllm.types")
         self.config = import_module("cllm.config").EngineConfig
 

@@ -247,9 +247,10 @@ class Scheduler:
             free = min(self.pool.free_count, (limits.parallel or limits.sequences) - len(self.running))
             if free <= loading:
                 return
-            known = sum(len(other.tokens) for other in self.running.values())
-            if not self.layout.admits(len(sequence.tokens), known):
-                return
+            if not self.layout.splits:
+                known = sum(len(other.tokens) for other in self.running.values())
+                if not self.layout.admits(len(sequence.tokens), known):
+                    return
             match = None
             if startable := sequence.startable:
                 match = self.prefix_cache.find(sequence, self.running.values())

@@ -86,7 +86,8 @@ class Sequence:
     @property
     def position(self) -> int:
         """Where its next token goes, as the KV memory counts."""
-        return self.request.prompt.position(self.num_computed)
+        prompt = self.request.prompt
+        return prompt.position(self.num_computed) if prompt.spans else self.num_computed
 
     def truncate(self, runner: ModelRunner, length: int) -> None:
         """Cut its KV to the first `length` items; to none where the memory cannot be cut there."""

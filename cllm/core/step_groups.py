@@ -68,10 +68,14 @@ class GroupTurns:
         self._spent_s = [0.0] * len(self._groups)
         self._working: set[int] = set()
         self._last = 0
+        self._contended: bool | None = None  # as the budgets have it
 
     def next(self, *, contended: bool) -> StepGroup:
         """The group whose turn it is; the first where none has work. `contended`: other engines compute."""
         working = {index for index, group in enumerate(self._groups) if group.has_work}
+        if working == self._working and len(working) < 2 and contended == self._contended:
+            return self._groups[self._last]  # nearly always: one group, as before
+        self._contended = contended
         level = min((self._spent_s[index] for index in working & self._working), default=0.0)
         for index in working - self._working:
             self._spent_s[index] = level
