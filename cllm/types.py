@@ -254,7 +254,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = 0  # the same for the tokens of the prompt; then no prefix is reused
     constraint: ConstraintSpec | None = None
     reasoning: ReasoningLimit | None = None
-    min_tokens: int = 0  # so many come before an end token or one of `stop_token_ids`
+    min_tokens: int = 0  # tokens before an end token or one of `stop_token_ids` may come
     stop_token_ids: tuple[int, ...] = ()  # end the answer, as end tokens do
     prediction: tuple[int, ...] = ()  # what the answer is expected to be, as draft tokens
     markers: tuple[str, ...] = ()  # control tokens whose spelling is part of the answer's text

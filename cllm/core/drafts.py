@@ -28,7 +28,7 @@ class NgramIndex:
     SHIFT = 17  # a token's own bits, about: the hash is what its factor carries beyond them
 
     def __init__(self, tokens: int) -> None:
-        """For about so many tokens; more of them make it slower, not wrong."""
+        """Make an index for about `tokens` tokens; more of them make it slower, not wrong."""
         buckets = 1 << tokens.bit_length()
         self._mask = buckets - 1
         # Random, so that no text can be made to fall on one chain; one for each token of the longest n-gram.
@@ -227,7 +227,7 @@ class DraftState:
                 return
 
     def expected(self, length: int) -> float:
-        """How many of so many draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
+        """How many of `length` draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
         rate = self.acceptance_rate
         return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
 

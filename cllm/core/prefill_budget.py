@@ -20,11 +20,11 @@ class PrefillBudget:
     """
 
     MIN_CHUNK = 2  # whatever the cost model says: a prompt must get on
-    MAX_GROWTH = 4  # no chunk is more than so many times what was measured
+    MAX_GROWTH = 4  # a chunk is at most this many times what was measured
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     OVERRUN = 1.3  # of that, for a chunk of which a smaller one would be wasteful: a single tile, or
     MAX_WASTE = 0.1  # one whose own ubatch takes no more than this part of what its tokens take
-    OLDEST_FIRST = 2  # one step in so many belongs to the oldest prompt
+    OLDEST_FIRST = 2  # every second step belongs to the oldest prompt
     COSTLY = 3  # times the cheapest tenth of the samplers: those of one kind all take part
     SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
 
@@ -225,7 +225,7 @@ def bisect_largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
-    """Shares of a step's prefill tokens between prompts that want so many each, the first goes first.
+    """Shares of a step's prefill tokens between prompts that want `wanted` each, the first goes first.
 
     A prompt is ended or gets whole tiles (and `offset`); only the first gets less, if there is no more room.
     """

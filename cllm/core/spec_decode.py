@@ -94,7 +94,7 @@ class SpecDecodePolicy:
                 sequence.drafts.learn(sequence.tokens)
 
     def rests(self, rows: int, cost: StepCostModel) -> bool:
-        """No drafts are looked for in a step of so many rows; to be asked before each.
+        """Return True where a step of `rows` rows looks for no drafts; to be asked before each.
 
         Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
         """

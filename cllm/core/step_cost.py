@@ -15,7 +15,7 @@ from cllm.backend.base import RECORDED_AFTER, Batch, DraftCost, Row, StepResult
 
 Vector = npt.NDArray[np.float64]
 
-TILE = 64  # tokens: llama.cpp's flash attention on a CPU takes so many at once, and fewer one by one
+TILE = 64  # tokens that llama.cpp's flash attention on a CPU takes at once; fewer go one by one
 
 # Costs relative to a decode step without drafts. That of a lone row is measured at load and fixed from then
 # on: the work of a request depends on its tokens alone, and the same request takes the same steps every time.

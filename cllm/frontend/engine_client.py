@@ -52,7 +52,6 @@ from cllm.messages import (
     Unready,
     UseSlot,
 )
-from cllm.text.chat_format import ChatFormat
 from cllm.types import (
     Failure,
     FinishReason,
@@ -108,7 +107,6 @@ class EngineClient:
         self.error: CllmError | None = None  # why requests wait; while health is FAILED, are refused
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
-        self.chat_formats: dict[bool, ChatFormat] = {}  # of conversations with tools and without
         self.metrics = EngineMetrics()
         self.metrics.watch(self._queue)
 

@@ -148,12 +148,10 @@ class PromptBuilder:
     ) -> PreparedPrompt:
         """The prompt of a conversation, with the constraint and the limit of reasoning where they belong.
 
-        `form` is for the text of the answer: a forced call drops it. `check` compiles a constraint. Raises
-        InvalidRequest, ContextLengthExceeded.
+        `form`, which is compiled already, is for the text of the answer: a forced call drops it. `check`
+        compiles the grammar of calls. Raises InvalidRequest, ContextLengthExceeded.
         """
         known = self.describe(tools=bool(chat.tools))
-        if form is not None:
-            check(form)
         constraint = self._constrain(chat, form, known, check)
         constrained = constraint is not None and not constraint.triggers
         tokens, thinking = self.tokenize(chat, max_tokens, opened=constrained)

@@ -83,6 +83,8 @@ class TokenizerWorker:
             check_task(task, vocabulary)
             match task:
                 case Prepare(inputs, max_tokens, constraint, texts):
+                    if constraint is not None:  # once, however many prompts there are
+                        self._check(constraint)
                     prompts = tuple(self._prepare(each, max_tokens, constraint) for each in inputs)
                     plain = partial(vocabulary.tokenize, add_special=False, parse_special=False)
                     return Prepared(prompts, tuple(tuple(plain(text)) for text in texts))
@@ -108,8 +110,6 @@ class TokenizerWorker:
         if isinstance(given, Chat):
             prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
         else:
-            if constraint is not None:
-                self._check(constraint)
             tokens: list[int] = []
             if isinstance(given, Gap):
                 tokens = infill_prompt(vocabulary, given)

@@ -118,7 +118,7 @@ class PrefixCache:
             and other.request.reuse
             and self._key(other) == tenant
         )
-        # It waits for its elders only: those that came later could keep it waiting for ever.
+        # It waits only for sequences that came before it: later ones could keep it waiting without end.
         useful = (
             match
             for match in matches

@@ -79,7 +79,7 @@ class PrefixTier(Generic[Prefix]):
         self._indexes: dict[str, RadixIndex[Prefix]] = {}
 
     def matches(self, tenant: str, tokens: Sequence[int], min_length: int) -> list[Match[Prefix]]:
-        """Entries of this tenant that share at least so many of these tokens, the longest first."""
+        """Entries of this tenant that share at least `min_length` of these tokens, the longest first."""
         index = self._indexes.get(tenant)
         return index.matches(tokens, min_length) if index is not None else []
 

@@ -42,7 +42,7 @@ class SlotMoves:
         return self._runner.stream_copy_s is not None
 
     def cost_s(self, cells: int, target: int, keep: SlotContent | None = None) -> float:
-        """Seconds to exchange a slot of so many cells with a free one; infinite where others wait too long.
+        """Seconds to exchange a slot of `cells` with a free one; infinite where others wait too long.
 
         `keep` is what the first of them holds, unless a sequence runs there.
         """

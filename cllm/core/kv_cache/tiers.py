@@ -13,7 +13,7 @@ from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoin
 from cllm.core.slot_pool import SlotPool
 
 MIB = 1 << 20
-MIN_NEW_SHARE = 8  # a prefix that grew takes another's place only if one part in so many of it is new
+MIN_NEW_SHARE = 8  # a prefix that grew takes another's place only if an eighth of it is new
 
 
 class Entry(CachedPrefix):
@@ -96,7 +96,7 @@ class HostKVCache(PrefixTier[Entry]):
         self.evictions += 1
 
     def hold_checkpoints(self, size: int) -> None:
-        """Checkpoints of sequences and slots take so many bytes now; cached prefixes give way."""
+        """Checkpoints of sequences and slots take `size` bytes now; cached prefixes give way."""
         self.checkpoint_bytes = size
         while self.entries and self.room < 0:
             self._evict()
