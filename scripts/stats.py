@@ -38,6 +38,8 @@ MAX_REQUEST_LINES = 13_400
 MAX_FUNCTION = 60
 MAX_LITERALS = 52
 MAX_TARGETS = 25  # of make
+MAX_FRAMES = 4  # Prepare, Prepared, Submit, StepReport
+MAX_ENTERED = 226
 MAX_TEST_LINES = 63_200
 PLAIN_NUMBERS = {-1, 0, 1, 2}
 FORBIDDEN = {
@@ -54,6 +56,15 @@ NATIVE = ("llguidance", "cllm.backend.llama.library", "cllm.core", "cllm.engine.
 ROUNDS = 9
 SETTLE_S = 0.3  # what a request leaves to be done after its answer
 START_LIMIT_S = 180.0
+CHATS = 101  # the first window of a chat with tools
+COMPLETION = {"model": "default", "prompt": "Once upon a time", "max_tokens": 1}
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+CHAT = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "tools": [{"type": "function", "function": TOOL}],
+    "max_tokens": 1,
+}
 Function = tuple[str, str, int]  # file, qualified name, first line
 
 # Runs in every process of the server. A byte that all processes map says what is recorded: the number of a
@@ -64,18 +75,21 @@ _dir = os.environ.get("CLLM_STATS_DIR")
 if _dir:
     with open(os.path.join(_dir, "window"), "r+b") as _file:
         _window = mmap.mmap(_file.fileno(), 1)
-    _root, _seen = os.environ["CLLM_STATS_ROOT"], set()
+    _root, _seen, _sent = os.environ["CLLM_STATS_ROOT"], set(), []
 
     def _hook(frame, event, arg):
         if event == "call" and _window[0] and frame.f_code.co_filename.startswith(_root):
             _seen.add((_window[0], frame.f_code))
+            sends = frame.f_code.co_qualname in ("Channel.send", "WorkerProcess.send")
+            if sends and frame.f_back.f_code.co_name != "beat":  # a heartbeat is of no request
+                _sent.append(_window[0])
 
     def _report():
         while _window[0] != 255:
             time.sleep(0.05)
         sys.setprofile(None)
         found = [[w, c.co_filename, c.co_qualname, c.co_firstlineno] for w, c in list(_seen)]
-        entry = {"argv": sys.argv, "seen": found, "modules": sorted(sys.modules)}
+        entry = {"argv": sys.argv, "seen": found, "sent": _sent, "modules": sorted(sys.modules)}
         path = os.path.join(_dir, f"{os.getpid()}.json")
         with open(path + ".part", "w") as file:
             json.dump(entry, file)
@@ -256,17 +270,17 @@ class TracedServer:
                 time.sleep(0.2)
         raise SystemExit(f"the server did not start:\n{(self._folder / 'log').read_text()[-2000:]}")
 
-    def _complete(self, connection: http.client.HTTPConnection) -> bool:
-        body = json.dumps({"model": "default", "prompt": "Once upon a time", "max_tokens": 1})
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    def _complete(self, connection: http.client.HTTPConnection, *, chat: bool = False) -> bool:
+        path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", COMPLETION)
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
         return bool(answer.read()) and answer.status == 200
 
     def trace(self) -> list[dict[str, Any]]:
-        """What each process recorded, three windows a round: idle, until the answer, what follows it."""
+        """What each process recorded, four windows a round: idle, until the answer, what follows, a chat."""
         connection = self.connect()
-        for _ in range(3):
-            assert self._complete(connection)
+        for number in range(6):
+            assert self._complete(connection, chat=number % 2 == 1)
         time.sleep(1.0)
         for number in range(ROUNDS):
             self._window[0] = 3 * number + 1
@@ -274,6 +288,9 @@ class TracedServer:
             self._window[0] = 3 * number + 2
             assert self._complete(connection)
             self._window[0] = 3 * number + 3
+            time.sleep(SETTLE_S)
+            self._window[0] = CHATS + number
+            assert self._complete(connection, chat=True)
             time.sleep(SETTLE_S)
             self._window[0] = 0
         self._window[0] = 255
@@ -327,13 +344,15 @@ def request_figures(root: Path) -> list[Figure]:
             details.append(f"{role(process['argv']):6} {relative}:{line} {name}{mark}")
             functions.add((file, name, line))
             longest = max(longest, (lengths.get((file, line), 1), f"{relative}:{line} {name}"))
+    frames = [sum(each["sent"].count(CHATS + number) for each in processes) for number in range(ROUNDS)]
     return [
         Figure.at_most("cllm modules in the HTTP process", len(modules), 70, modules),
         Figure("… by `import cllm.server.app` alone", len(alone)),
         Figure("native or core modules there", len(native), "0", not native, native),
-        Figure.at_most("functions entered by one request", len(functions), 65, details),
+        Figure.at_most("functions entered by one request", len(functions), MAX_ENTERED, details),
         Figure("… until its answer is there", len(before)),
         Figure.at_most("lines, longest of them", longest[0], 60, [longest[1]]),
+        Figure.at_most("frames of a chat with tools", statistics.median(frames), MAX_FRAMES, [str(frames)]),
     ]
 
 
