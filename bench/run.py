@@ -144,15 +144,7 @@ class BenchRun:
             if server.pid:
                 digest = footprint.library_digest(server.pid, "libggml-cpu")
                 self.libraries[server.peer.name] = digest or "not a shared library"
-            requests = [
-                BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
-            ]
-            run_load(
-                server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel)
-            )
-            if definition.fill:
-                fill = make_fill(definition, self.tokens_per_word[definition.text])
-                run_load(server.address, server.peer.api, fill)
+            warm_up(server, definition, self.tokens_per_word[definition.text])
 
     def _round(
         self,
@@ -278,6 +270,14 @@ def measure_tokens_per_word(server: RunningPeer, text: str = "words") -> float:
     if len(counts) < len(requests):
         return 1.0
     return max(0.25, (sum(counts[samples:]) - sum(counts[:samples])) / (samples * (long - short)))
+
+
+def warm_up(server: RunningPeer, definition: Definition, tokens_per_word: float) -> None:
+    """A small load, then what the workload wants in the caches."""
+    requests = [BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)]
+    run_load(server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel))
+    if definition.fill:
+        run_load(server.address, server.peer.api, make_fill(definition, tokens_per_word))
 
 
 @contextmanager
