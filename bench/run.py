@@ -68,10 +68,8 @@ class Options:
     quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
     out: Path | None = None  # folder for REPORT.md, report.json and plots/
     threads: int = 0  # of every server; 0: one per core
-    library: Path | None = None  # folder of the library that cllm uses
     llama_bench: Path | None = None
     plain_library: Path | None = None
-    command: tuple[str, ...] = ()  # what to start instead of the installed `cllm`
     logs: Path | None = None
 
     @property
@@ -85,13 +83,12 @@ class Options:
             ctx_size=definition.ctx_size,
             threads=self.threads,
             prompt_cache=definition.prompt_cache,
-            library=self.library,
         )
 
     def servers(self, definition: Definition) -> list[Peer]:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
-        ours = cllm_peer(settings, self.command or None, OpenAIApi(), definition.cllm_flags)
+        ours = cllm_peer(settings, None, OpenAIApi(), definition.cllm_flags)
         if definition.alone:
             return [ours]
         both = definition.both_layouts and not self.quick

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.peers import free_port
 from bench.report import Table
 from proof.command import ROOT, make_parser
 from proof.resume import EXACT
@@ -43,7 +44,6 @@ from tests.driver.ray_cluster import (
     RAYLET,
     RayCluster,
     Stream,
-    free_port,
     read_command,
     read_stream,
     read_streams,

@@ -147,9 +147,6 @@ def test_peers_are_spelled_in_these_ways(tmp_path: Path) -> None:
     (alone,) = parse_peer(str(server), settings, both_layouts=False)
     assert alone == both[0] or alone.command == both[0].command
     assert alone.command[alone.command.index("--threads") + 1] == "3"
-    (example,) = parse_peer("llama-cpp-python=/usr/bin/python3", settings, both_layouts=True)
-    assert example.command[:3] == ("/usr/bin/python3", "-m", "llama_cpp.server")
-    assert example.command[example.command.index("--n_ctx") + 1] == "128"
     for bad in ("vllm=/usr/bin/vllm", "https://host:1", "x=http://host:1/api", str(tmp_path / "none")):
         with pytest.raises(SetupError):
             parse_peer(bad, settings, both_layouts=False)
