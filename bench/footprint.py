@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,15 @@ class Footprint:
     file_descriptors: int
     threads: int
     cpu_s: float
+
+
+def name_processor() -> str:
+    try:
+        lines = (_PROC / "cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def measure(pid: int) -> Footprint:

@@ -17,6 +17,7 @@ from bench import footprint
 from bench.client import BadAnswer, StepTime, read_step_time
 from bench.comparison import Comparison, ReferenceRound, Round
 from bench.decode_bench import Reference, find_references
+from bench.footprint import name_processor
 from bench.load import run_load
 from bench.peers import CLLM, Peer, RunningPeer, ServerSettings, cllm_peer, log_folder, parse_peer, running
 from bench.plots import draw
@@ -299,20 +300,12 @@ def _info(options: Options, load_average: float, took_s: float) -> dict[str, str
         "date": time.strftime("%Y-%m-%d"),
         "cllm": cllm.__version__,
         "model": options.model.name if options.model else "embedded SmolLM2-135M",
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": f"{name_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "threads of each server": str(settings.thread_count),
         "rounds": f"{options.round_count}, interleaved",
         "load average at the start": f"{load_average:.2f}",
         "the whole run took": f"{took_s / 60:.1f} minutes",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _cpu_s(server: RunningPeer) -> float:

@@ -60,18 +60,8 @@ def build() -> None:
     os.environ["CLLM_CACHE_DIR"] = str(FOLDER / "cache")
     sampling = sampling_path()
     sampling.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *compiler.c,
-        "-O1",
-        *FLAGS,
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        str(SAMPLING_SOURCE),
-        "-o",
-        str(sampling),
-    ]
-    subprocess.run(command, check=True)
+    options = ("-O1", *FLAGS, "-shared", "-fPIC", "-pthread")
+    subprocess.run([*compiler.c, *options, str(SAMPLING_SOURCE), "-o", str(sampling)], check=True)
 
 
 def make_environment(compiler: Compiler) -> dict[str, str]:

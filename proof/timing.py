@@ -31,16 +31,8 @@ PROMPT_BYTES = 400  # capital letters: a token each
 ALPHA, PLAIN = 0.001, 1e-6
 WARM_UP = 20
 SETTINGS = (
-    "--parallel",
-    "2",
-    "--ctx-size",
-    "16384",
-    "--slots",
-    "12",
-    "--threads",
-    "1",
-    "--draft-tokens",
-    "0",
+    *("--parallel", "2", "--ctx-size", "16384", "--slots", "12"),
+    *("--threads", "1", "--draft-tokens", "0"),
 )
 
 
