@@ -106,20 +106,10 @@ def make_table(found: Mapping[str, Runs]) -> Table:
     rows = []
     for scenario, runs in found.items():
         for policy, result in runs.items():
-            ratio = result.p95_s / runs["cllm"].p95_s
-            rows.append(
-                (
-                    scenario,
-                    policy,
-                    f"{statistics.median(result.first_s):.2f} s",
-                    f"{result.p95_s:.2f} s",
-                    f"{statistics.fmean(result.first_s):.2f} s",
-                    f"{ratio:.2f}",
-                    f"{100 * result.reused:.0f} %",
-                    f"{result.moved}",
-                    f"{result.lost}",
-                )
-            )
+            spans = (statistics.median(result.first_s), result.p95_s, statistics.fmean(result.first_s))
+            parts = (f"{result.p95_s / runs['cllm'].p95_s:.2f}", f"{100 * result.reused:.0f} %")
+            counts = (f"{result.moved}", f"{result.lost}")
+            rows.append((scenario, policy, *(f"{each:.2f} s" for each in spans), *parts, *counts))
     return Table(columns, rows)
 
 
