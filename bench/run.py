@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cllm
 from bench import footprint
-from bench.client import BadAnswer, StepTime, read_step_time
+from bench.client import BadAnswer, PlainClient, StepTime
 from bench.comparison import Comparison, ReferenceRound, Round
 from bench.decode_bench import Reference, find_references
 from bench.footprint import name_processor
@@ -317,6 +317,6 @@ def _step_time(server: RunningPeer) -> StepTime | None:
     if server.peer.name != CLLM:
         return None
     try:
-        return read_step_time(server.address)
+        return StepTime.read(PlainClient(server.address).fetch("GET", "/metrics").decode())
     except BadAnswer:
         return None

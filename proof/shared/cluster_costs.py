@@ -120,7 +120,7 @@ def share_prefixes(cluster: RayCluster) -> list[Row]:
         streams = await asyncio.gather(*(ask(*each) for each in order))
         assert all(each.text == "an answer" for each in streams)
         cached = sum(each.usage.get("cached_tokens", 0) for each in streams)
-        return cached / sum(each.usage["prompt_tokens"] for each in streams)
+        return float(cached / sum(each.usage["prompt_tokens"] for each in streams))
 
     reused = statistics.median(asyncio.run(ask_all(f"round {number}")) for number in range(3))
     return [Row("12 texts × 4 questions", f"{100 * reused:.0f} % reused", "≥ 66 %", reused >= 0.66)]
