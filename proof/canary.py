@@ -183,16 +183,10 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         )
         for kind, one in found.items()
     ]
-    told = len(secrets.faults)
+    told, own = len(secrets.faults), f"{secrets.same} of {secrets.prompts}"
     bars.append(Bar("answers with another's secret word", "0", f"{told}", not told))
-    bars.append(
-        Bar(
-            "answers with their own, so that it proves something",
-            "most",
-            f"{secrets.same} of {secrets.prompts}",
-            2 * secrets.same > secrets.prompts,
-        )
-    )
+    proves = 2 * secrets.same > secrets.prompts
+    bars.append(Bar("answers with their own, so that it proves something", "most", own, proves))
     figures = {
         kind: f"cached tokens {_listed(one.cached)}; {one.preemptions} preemptions, {one.drafted} drafted"
         for kind, one in found.items()

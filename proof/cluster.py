@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.peers import free_port
 from bench.report import Table
@@ -124,7 +125,8 @@ def leave(cluster: RayCluster) -> list[Row]:
     return [Row(what, f"after {took_s:.2f} s", "≤ 0.5 s", took_s <= 0.5)]
 
 
-class Disturbance(NamedTuple):
+@dataclass(frozen=True)
+class Disturbance:
     """What happens to a cluster of two replicas while streams run, and how long they may pause."""
 
     what: str

@@ -93,7 +93,6 @@ def run_target(name: str, seconds: int) -> TargetResult:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=variables,
-            check=False,
             timeout=seconds + 300,
         )
     text = log.read_text(errors="replace")

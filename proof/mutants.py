@@ -192,9 +192,9 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
         if mutant.place not in equivalent:
             print(f"SURVIVED {mutant.path}:{mutant.line} {mutant.place}")
     killed = len(mutants) - len(survived)
-    share = killed / len(mutants)
     failed = sum(outcomes[control].killed for control in CONTROLS)
-    other = len(mutants) - proven
+    counts = {"mutants killed, of all": len(mutants)}
+    counts["without those shown to be equivalent"] = len(mutants) - proven
     modules = Counter(Path(mutant.path).stem for mutant in mutants)
     lost = Counter(Path(mutant.path).stem for mutant in survived)
     return record(
@@ -207,17 +207,9 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
             "detokenizer. Each is killed by the first unit test of its module that fails. Every one of them, "
             "and what became of it, is in [mutants.txt](reliability/mutants.txt).",
             bars=[
-                Bar(
-                    "mutants killed, of all",
-                    "≥ 90 %",
-                    f"{killed} of {len(mutants)}, {share:.1%}",
-                    share >= 0.9,
-                ),
-                Bar(
-                    "without those shown to be equivalent",
-                    "≥ 90 %",
-                    f"{killed} of {other}, {killed / other:.1%}",
-                    killed / other >= 0.9,
+                *(
+                    Bar(what, "≥ 90 %", f"{killed} of {count}, {killed / count:.1%}", killed / count >= 0.9)
+                    for what, count in counts.items()
                 ),
                 Bar("failures on the source as it is", "0", f"{failed} of {len(CONTROLS)} runs", not failed),
             ],

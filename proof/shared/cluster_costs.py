@@ -67,14 +67,8 @@ def measure_costs(cluster: RayCluster) -> list[Row]:
         )
         first, gap, spent = (1e3 * (b - a) for a, b in zip(plain, ours, strict=True))
         name = f"{count} stream{'s' * (count > 1)}"
-        rows.append(
-            Row(
-                f"time to first token added, {name}",
-                f"{first:+.1f} ms ({1e3 * plain[0]:.1f} → {1e3 * ours[0]:.1f})",
-                f"≤ {bars[count]:g} ms",
-                first <= bars[count],
-            )
-        )
+        figure, bar = f"{first:+.1f} ms ({1e3 * plain[0]:.1f} → {1e3 * ours[0]:.1f})", bars[count]
+        rows.append(Row(f"time to first token added, {name}", figure, f"≤ {bar:g} ms", first <= bar))
         rows.append(Row(f"gap p50 added, {name}", f"{gap:+.2f} ms", "≤ 1 ms", gap <= 1.0))
         if count == 32:
             micro = 1e3 * spent
@@ -95,14 +89,8 @@ def measure_idle(cluster: RayCluster) -> list[Row]:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         if line.startswith("Pss:")
     )
-    return [
-        Row(
-            "Ray idle, replicas' actors included",
-            f"{cores:.2f} core, {memory >> 10} MiB",
-            "≤ 0.2 core",
-            cores <= 0.2,
-        )
-    ]
+    figure = f"{cores:.2f} core, {memory >> 10} MiB"
+    return [Row("Ray idle, replicas' actors included", figure, "≤ 0.2 core", cores <= 0.2)]
 
 
 def share_prefixes(cluster: RayCluster) -> list[Row]:
