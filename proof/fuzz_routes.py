@@ -107,7 +107,9 @@ def fuzz_route(server: Server, folder: Path, route: str, options: argparse.Names
 
 def fuzz_routes(options: argparse.Namespace) -> list[RouteResult]:
     """All routes one after the other, on one server."""
-    kept = Kept(ROOT / "build" / "fuzz-routes.jsonl", RouteResult, fresh=not options.resume)
+    kept = Kept(
+        ROOT / "build" / "fuzz-routes.jsonl", RouteResult, fresh=not (options.resume or options.route)
+    )
     size = (options.seed, options.examples)
     known = {
         route: one
