@@ -23,7 +23,7 @@ def bench_command(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="A server to compare with, again for more: llama-server=PATH, llama-cpp-python, URL, "
+            help="A server to compare with, again for more: llama-server=PATH, URL, "
             "NAME=URL or 'none'; without it, the llama-server built beside the library"
         ),
     ] = None,
@@ -57,7 +57,6 @@ def bench_command(
         quick=quick,
         out=out,
         threads=threads,
-        library=built,
         llama_bench=bench if bench is not None and bench.is_file() else None,
         plain_library=plain_library,
         logs=logs,

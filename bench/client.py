@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import httpx
-
 from bench.wire import Address
 
+PATIENCE_S = 600.0
 TRANSFERS = "cllm_kv_transfer_seconds_total"
 
 
@@ -66,27 +67,47 @@ class StepTime:
         return self.sample_s / self.total_s if self.total_s else 0.0
 
 
+class PlainClient:
+    """Requests to a server, on a connection each. May be used from several threads."""
+
+    def __init__(self, address: Address, key: str = "") -> None:
+        self._address = address
+        self._key = {"authorization": f"Bearer {key}"} if key else {}
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of `/metrics`, by its name with its labels."""
+        lines = self.fetch("GET", "/metrics").decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        return json.loads(self.fetch(method, path, body))
+
+    def fetch(self, method: str, path: str, body: Any = None) -> bytes:
+        """Raises BadAnswer for anything but 200: no request may fail here."""
+        with self.open(method, path, body) as response:
+            answer = response.read()
+        if response.status != 200:
+            raise BadAnswer(f"{path} was answered {response.status}: {answer[:300]!r}")
+        return answer
+
+    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """A response whose connection ends with it. Raises BadAnswer where there is none."""
+        connection = http.client.HTTPConnection(*self._address, timeout=PATIENCE_S)
+        data = None if body is None else json.dumps(body)
+        kind = {"content-type": "application/json"} if data else {}
+        try:
+            connection.request(method, path, data, {"connection": "close", **self._key, **kind})
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise BadAnswer(f"{method} {path}: {error!r}") from error
+
+
 def generate(address: Address, prompt: str, max_tokens: int) -> dict[str, int]:
     """The work that one greedy answer of `POST /generate` took. Raises BadAnswer unless it is complete."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    data: dict[str, Any] = _request(address, "POST", "/generate", body).json()["data"]
+    data: dict[str, Any] = PlainClient(address).call("POST", "/generate", body)["data"]
     if data["generated_tokens"] != max_tokens:
         raise BadAnswer(f"{data['generated_tokens']} tokens for {prompt!r}, max_tokens {max_tokens}")
     usage: dict[str, int] = data["usage"]
     return usage
-
-
-def read_step_time(address: Address) -> StepTime:
-    """The step counters. Raises BadAnswer if they are not there."""
-    return StepTime.read(_request(address, "GET", "/metrics").text)
-
-
-def _request(address: Address, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    try:
-        with httpx.Client(base_url=address.url, trust_env=False, timeout=120.0) as client:
-            response = client.request(method, path, json=body)
-    except httpx.HTTPError as error:
-        raise BadAnswer(f"{method} {path}: {error!r}") from error
-    if response.status_code != 200:
-        raise BadAnswer(f"{method} {path}: status {response.status_code}: {response.text[:200]}")
-    return response

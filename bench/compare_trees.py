@@ -1,11 +1,12 @@
 """`python -m bench.compare_trees OLD NEW`: is one checkout as fast as another, with the same work?
 
-Three comparisons, each interleaved (old new, new old, …):
+Four comparisons, each interleaved (old new, new old, …); each figure is printed as it comes:
 - steps: the scheduler on the fake runner, one workload without drafts. Tokens, steps and ubatches must be
   equal, the Python CPU a step at most 1.05 times the old one.
 - work: both servers without drafts, one request after another. What each request decoded must be equal.
-- speed: both servers as they are, short forms of the workloads, one server at a time. The
-  median of the paired ratios of tokens/s must be at least 0.95 on each workload.
+- speed: both servers as they are, one at a time, started once in a pair for short forms of all workloads. The
+  median of the paired ratios of tokens/s must be at least 0.97 on each workload.
+- first: a script with `LLM()`, from its start to its first token: at most 1.5 s later, median of the pairs.
 """
 
 from __future__ import annotations
@@ -14,29 +15,48 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from bench.client import generate
-from bench.command import conclude, make_parser, run_command
+from bench.command import make_parser, run_command
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from bench.report import Spread, Table
-from bench.run import measure_tokens_per_word
+from bench.run import measure_tokens_per_word, warm_up
 from bench.wire import OpenAIApi
-from bench.workloads import BenchRequest, Definition, find, make_plan, single_requests
-from bench.workloads.definition import ORDER, clients_of
-from bench.workloads.plan import make_fill
+from bench.workloads import Definition, find, make_plan
+from bench.workloads.definition import clients_of
 from bench.workloads.text import words
 from cllm.errors import SetupError
 
-MAX_CPU, MIN_SPEED = 1.05, 0.95
-WORKLOADS = tuple(name for name in ORDER if name != "contended")  # its neighbour takes a core from both
+MAX_CPU, MIN_SPEED, MAX_LATER_S = 1.05, 0.97, 1.5
+WORKLOADS = ("single", "distinct", "chat", "shared", "stall", "agents")
+# Fields of short forms, 10 to 20 s each where a prompt token takes 6 ms and a step of eight rows 60 ms. The
+# other workloads take that long in their quick form.
+SHORT: dict[str, dict[str, int]] = {
+    "single": {"quick_count": 8},
+    "chat": {"quick_count": 10, "clients": 10, "turns": 2},
+    "agents": {"quick_count": 9, "clients": 9, "turns": 3, "prefix_tokens": 200, "prompt_tokens": 30}
+    | {"output_tokens": 16},
+}
 WORK = ("prompt_tokens", "decoded_tokens", "steps", "ubatches", "cells")
 PROMPT_WORDS = (4, 40, 200, 350, 40)  # below a batch: the cut of longer prompts depends on measured times
+FIRST_TOKEN = """
+import sys
+from cllm import LLM
+with LLM(sys.argv[1], threads=int(sys.argv[2])) as llm:
+    llm.generate("Once upon a time", max_tokens=1)
+    print("here", flush=True)
+"""
+START_S = 300.0  # a program may take this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +70,16 @@ class Tree:
     def environment(self) -> dict[str, str]:
         """With the safe path set, the folder that a process is started in does not shadow the checkout.
 
-        Older checkouts have a tuner, whose choice would be compared with the defaults.
+        Older checkouts have a tuner, whose choice would be compared with the defaults. Bytecode is kept.
         """
-        return {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1", "CLLM_TUNE": "0"}
+        paths = {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        return {**paths, "CLLM_TUNE": "0"}
 
     def run(self, *arguments: str) -> str:
         """What Python prints in this checkout. Raises SetupError."""
         environment = {**os.environ, **self.environment}
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_S)
         if done.returncode:
             raise SetupError(f"{self.path}: {done.stderr[-500:]}")
         return done.stdout.strip()
@@ -73,6 +94,27 @@ class Tree:
         found: dict[str, Any] = json.loads(self.run(str(Path(__file__).with_name("step_driver.py"))))
         return found
 
+    def measure_first(self, settings: ServerSettings) -> float:
+        """Seconds from the start of a script to its first token. Raises SetupError."""
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "script.py")
+            script.write_text(FIRST_TOKEN)
+            command = [sys.executable, str(script), str(settings.model or ""), str(settings.threads)]
+            started = time.perf_counter()
+            with subprocess.Popen(
+                command,
+                env={**os.environ, **self.environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process:
+                assert process.stdout is not None
+                line, took_s = process.stdout.readline(), time.perf_counter() - started
+                _, errors = process.communicate(timeout=START_S)
+        if line.strip() != "here" or process.returncode:
+            raise SetupError(f"{self.path}: no first token: {errors[-500:]}")
+        return took_s
+
     @contextmanager
     def serving(self, settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
         command = (sys.executable, "-m", "cllm")
@@ -82,25 +124,43 @@ class Tree:
             yield server
 
 
+Trees = tuple[Tree, Tree]
+
+
 @dataclass(slots=True)
 class Rows:
-    """The table, and whether every bar holds."""
+    """The table, and whether every bar holds. What is found is added to `out` at once, a line each."""
 
+    out: Path | None = None
     rows: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     failed: bool = False
+
+    def note(self, text: str, **fields: object) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            with self.out.open("a") as file:
+                file.write(json.dumps(fields) + "\n")
 
     def add(self, what: str, sides: Iterable[object], ratio: str, bar: str, kept: bool) -> None:
         old, new = map(str, sides)
         self.rows.append((what, old, new, ratio, f"{bar}{'' if kept else ', MISSED'}"))
         self.failed |= not kept
-        print(f"{what}: {old} → {new} {ratio}{'' if kept else ' MISSED'}", file=sys.stderr, flush=True)
+        text = f"{what}: {old} → {new} {ratio}{'' if kept else ' MISSED'}"
+        self.note(text, what=what, old=old, new=new, ratio=ratio, bar=bar, kept=kept)
+
+    def pair(self, what: str, number: int, found: Sequence[float], against: Spread) -> None:
+        """One pair of figures, and what all pairs so far come to."""
+        old, new = found
+        shown = f"pair {number + 1}, {what}: {old:.2f} → {new:.2f}; so far {against.show(3)}"
+        self.note(shown, what=what, pair=number + 1, old=old, new=new, median=against.median)
 
 
-def in_turn(trees: tuple[Tree, Tree], number: int) -> tuple[Tree, ...]:
+def in_turn(trees: Trees, number: int) -> tuple[Tree, ...]:
     return trees if number % 2 == 0 else trees[::-1]
 
 
-def compare_steps(trees: tuple[Tree, Tree], rounds: int, rows: Rows) -> object:
+def compare_steps(trees: Trees, rounds: int, rows: Rows) -> None:
     """The schedulers on the fake runner."""
     found: dict[str, list[dict[str, Any]]] = {tree.name: [] for tree in trees}
     for number in range(rounds):
@@ -116,10 +176,9 @@ def compare_steps(trees: tuple[Tree, Tree], rounds: int, rows: Rows) -> object:
     ratio = Spread.of(theirs["cpu_s"] / ours["cpu_s"] for ours, theirs in pairs)
     shown = [cost.show(1, 1e6) for cost in costs]
     rows.add("fake runner, µs CPU a step", shown, ratio.show(3), f"≤ {MAX_CPU}", ratio.median <= MAX_CPU)
-    return found
 
 
-def compare_work(trees: tuple[Tree, Tree], settings: ServerSettings, rows: Rows) -> object:
+def compare_work(trees: Trees, settings: ServerSettings, rows: Rows) -> None:
     """What sequential requests cost without drafts, by the server's own counters."""
     found: dict[str, list[list[int]]] = {}
     for tree in trees:
@@ -133,42 +192,81 @@ def compare_work(trees: tuple[Tree, Tree], settings: ServerSettings, rows: Rows)
         old, new = (sum(usage[index] for usage in found[tree.name]) for tree in trees)
         equal = all(ours[index] == theirs[index] for ours, theirs in zip(*found.values(), strict=True))
         rows.add(f"server, {name} of {len(PROMPT_WORDS)} requests", (old, new), "", "equal", equal)
-    return found
 
 
-def measure_speed(
-    tree: Tree, definition: Definition, settings: ServerSettings, number: int, tokens_per_word: float
-) -> float:
-    """Tokens per second of one short round on a fresh server."""
-    with tree.serving(settings, *definition.cllm_flags) as server:
-        warm_up = [BenchRequest(words(f"warm-up {index}", 32), 8) for index in range(settings.parallel)]
-        run_load(server.address, server.peer.api, single_requests("warm-up", warm_up, settings.parallel))
-        if definition.fill:
-            run_load(server.address, server.peer.api, make_fill(definition, tokens_per_word))
-        clients = clients_of(definition.conditions(quick=True)[-1])
-        plan = make_plan(definition, number, quick=True, clients=clients, tokens_per_word=tokens_per_word)
-        load = run_load(server.address, server.peer.api, plan)
-    if load.errors:
-        raise SetupError(f"{tree.path}, {definition.name}: {load.errors[0]}")
-    return load.tokens_per_second
+def shorten(definition: Definition) -> Definition:
+    """The same workload in its short form."""
+    fields: dict[str, Any] = SHORT.get(definition.name, {})
+    return replace_fields(
+        definition, groups=tuple(replace_fields(each, **fields) for each in definition.groups)
+    )
 
 
-def compare_speed(
-    trees: tuple[Tree, Tree], definition: Definition, base: ServerSettings, rounds: int, rows: Rows
-) -> object:
-    """Both servers on one workload, one at a time."""
-    settings = replace(base, parallel=definition.parallel, ctx_size=definition.ctx_size)
-    with trees[0].serving(settings) as server:
-        tokens_per_word = measure_tokens_per_word(server, definition.text)
-    rates: dict[str, list[float]] = {tree.name: [] for tree in trees}
-    for number in range(rounds):
-        for tree in in_turn(trees, number):
-            rates[tree.name].append(measure_speed(tree, definition, settings, number, tokens_per_word))
-    ratio = Spread.of(new / old for old, new in zip(rates["old"], rates["new"], strict=True))
-    shown = [Spread.of(rates[tree.name]).show() for tree in trees]
-    what = f"{definition.name}, tokens/s"
-    rows.add(what, shown, ratio.show(3), f"≥ {MIN_SPEED}", ratio.median >= MIN_SPEED)
-    return rates
+@dataclass(slots=True)
+class SpeedComparison:
+    """Both servers on some workloads: one server for all of them, as large as the largest needs."""
+
+    definitions: Sequence[Definition]
+    settings: ServerSettings
+    tokens_per_word: dict[str, float] = field(default_factory=dict)  # by kind of text
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by workload and tree
+
+    @classmethod
+    def of(cls, names: Sequence[str], base: ServerSettings) -> SpeedComparison:
+        found = [shorten(each) for each in find(list(names))]
+        parallel, cells = max(each.parallel for each in found), max(each.ctx_size for each in found)
+        return cls(found, replace(base, parallel=parallel, ctx_size=cells))
+
+    def run(self, trees: Trees, rounds: int, rows: Rows) -> None:
+        self.rates = {each.name: {tree.name: [] for tree in trees} for each in self.definitions}
+        for number in range(rounds):
+            for tree in in_turn(trees, number):
+                self._measure(tree, number, rows)
+            for name, rates in self.rates.items():
+                rows.pair(name, number, (rates["old"][-1], rates["new"][-1]), self._ratios(name))
+        for name, rates in self.rates.items():
+            ratio = self._ratios(name)
+            shown = [Spread.of(rates[tree.name]).show() for tree in trees]
+            rows.add(f"{name}, tokens/s", shown, ratio.show(3), f"≥ {MIN_SPEED}", ratio.median >= MIN_SPEED)
+
+    def _ratios(self, name: str) -> Spread:
+        rates = self.rates[name]
+        return Spread.of(new / old for old, new in zip(rates["old"], rates["new"], strict=True))
+
+    def _measure(self, tree: Tree, number: int, rows: Rows) -> None:
+        """Tokens per second of each workload, on a fresh server."""
+        flags = [flag for each in self.definitions for flag in each.cllm_flags]
+        with tree.serving(self.settings, *flags) as server:
+            for definition in self.definitions:
+                if definition.text not in self.tokens_per_word:
+                    self.tokens_per_word[definition.text] = measure_tokens_per_word(server, definition.text)
+            for definition in self.definitions:
+                scale = self.tokens_per_word[definition.text]
+                warm_up(server, definition, scale)
+                clients = clients_of(definition.conditions(quick=True)[-1])
+                plan = make_plan(definition, number, quick=True, clients=clients, tokens_per_word=scale)
+                load = run_load(server.address, server.peer.api, plan)
+                if load.errors:
+                    raise SetupError(f"{tree.path}, {definition.name}: {load.errors[0]}")
+                rate = load.tokens_per_second
+                self.rates[definition.name][tree.name].append(rate)
+                text = f"  {tree.name}, {definition.name}: {rate:.2f} tokens/s in {load.wall_s:.1f} s"
+                rows.note(text, what=definition.name, tree=tree.name, pair=number + 1, rate=rate)
+
+
+def compare_first(trees: Trees, settings: ServerSettings, rounds: int, rows: Rows) -> None:
+    """Scripts with `LLM()`; the first of each side compiles its modules and counts for nothing."""
+    times: dict[str, list[float]] = {tree.name: [] for tree in trees}
+    for number in range(-1, rounds):
+        found = {tree.name: tree.measure_first(settings) for tree in in_turn(trees, number)}
+        if number >= 0:
+            for name, seconds in found.items():
+                times[name].append(seconds)
+            later = Spread.of(new - old for old, new in zip(times["old"], times["new"], strict=True))
+            rows.pair("first token, s", number, (found["old"], found["new"]), later)
+    shown = [Spread.of(times[tree.name]).show(2) for tree in trees]
+    kept = later.median <= MAX_LATER_S
+    rows.add("LLM(), s to the first token", shown, f"{later.show(2)} s later", f"≤ {MAX_LATER_S} s", kept)
 
 
 def run(
@@ -186,28 +284,30 @@ def run(
     for tree in trees:
         tree.check()
     base = ServerSettings(model=model, threads=threads)
-    rows, data = Rows(), dict[str, object]()
+    rows = Rows(out)
     if only in ("", "steps"):
-        data["steps"] = compare_steps(trees, rounds, rows)
+        compare_steps(trees, rounds, rows)
     if only in ("", "work"):
-        data["work"] = compare_work(trees, base, rows)
+        compare_work(trees, base, rows)
     if only in ("", "speed"):
-        for definition in find(list(workload or WORKLOADS)):
-            data[definition.name] = compare_speed(trees, definition, base, rounds, rows)
-    table = Table(("", "old", "new", "new / old", "bar"), rows.rows)
-    notes = f"{rounds} paired rounds, medians (lowest–highest); load average {os.getloadavg()[0]:.1f}"
-    return conclude("compare_trees", f"{table.markdown()}\n\n{notes}", data, out, failed=rows.failed)
+        SpeedComparison.of(workload or WORKLOADS, base).run(trees, rounds, rows)
+    if only in ("", "first"):
+        compare_first(trees, base, rounds, rows)
+    print(Table(("", "old", "new", "new / old", "bar"), rows.rows).markdown())
+    print(f"\n{rounds} pairs, medians (lowest–highest); load average {os.getloadavg()[0]:.1f}")
+    return 1 if rows.failed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    shared = ("--model", "--threads", "--out")
-    parser = make_parser("bench.compare_trees", __doc__, *shared, rounds=(9, "paired rounds"))
+    shared = ("--model", "--threads")
+    parser = make_parser("bench.compare_trees", __doc__, *shared, rounds=(9, "pairs"))
     parser.add_argument("old", type=Path, help="checkout to compare with")
     parser.add_argument("new", type=Path, help="checkout that must not be slower")
-    parser.add_argument(
-        "--workload", action="append", help=f"again for more (default: {', '.join(WORKLOADS)})"
-    )
-    parser.add_argument("--only", choices=("steps", "work", "speed"), default="", help="one comparison")
+    named = f"of `speed` (default: {' '.join(WORKLOADS)})"
+    parser.add_argument("--workload", action="extend", nargs="+", metavar="NAME", help=named)
+    modes = ("steps", "work", "speed", "first")
+    parser.add_argument("--only", choices=modes, default="", help="one comparison")
+    parser.add_argument("--out", type=Path, help="file to add a line of JSON to for all that is found")
     return run_command(parser, arguments, run)
 
 

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+import platform
 from pathlib import Path
+from typing import NamedTuple
 
 from cllm.errors import SetupError
 
 _PROC = Path("/proc")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Sums over a process tree. Memory shared inside the tree counts once for each process."""
+class Footprint(NamedTuple):
+    """Sums over a process tree. Memory is the anonymous part: what is mapped from files does not count."""
 
-    processes: int
-    rss_bytes: int
-    file_descriptors: int
+    memory_bytes: int
+    descriptors: int
     threads: int
     cpu_s: float
+
+
+def name_processor() -> str:
+    try:
+        lines = (_PROC / "cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def measure(pid: int) -> Footprint:
@@ -30,13 +37,7 @@ def measure(pid: int) -> Footprint:
     totals = [found for found in map(_measure_one, descendants(pid)) if found is not None]
     if not totals:
         raise SetupError(f"process {pid} has ended (or this system has no /proc)")
-    return Footprint(
-        processes=len(totals),
-        rss_bytes=sum(each.rss_bytes for each in totals),
-        file_descriptors=sum(each.file_descriptors for each in totals),
-        threads=sum(each.threads for each in totals),
-        cpu_s=sum(each.cpu_s for each in totals),
-    )
+    return Footprint(*map(sum, zip(*totals, strict=True)))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -80,15 +81,12 @@ def _measure_one(pid: int) -> Footprint | None:
         return None
     try:
         descriptors = len(list((_PROC / str(pid) / "fd").iterdir()))
+        anonymous = (_PROC / str(pid) / "status").read_text().partition("RssAnon:")[2].split()
     except OSError:
         return None
-    return Footprint(
-        processes=1,
-        rss_bytes=int(fields[21]) * _PAGE_BYTES,
-        file_descriptors=descriptors,
-        threads=int(fields[17]),
-        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND,
-    )
+    memory_bytes = 1024 * int(anonymous[0]) if anonymous else 0
+    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+    return Footprint(memory_bytes, descriptors, int(fields[17]), cpu_s)
 
 
 def _stat(pid: int) -> list[str]:

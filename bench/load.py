@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.figures import Completion, LoadResult
 from bench.wire import Address, Api, Piece, Response, post
@@ -140,38 +140,30 @@ class _Generator:
 def decode(exchange: _Exchange, api: Api, start: float, index: int, group: GroupPlan) -> Completion:
     """Read a recorded exchange; anything but a complete stream of the length asked for is an error."""
 
-    def failed(error: str) -> Completion:
-        total_s = exchange.ended_at - exchange.due_at
-        return Completion(
-            index=index,
-            started_s=exchange.due_at - start,
-            group=group.name,
-            late=bool(group.after_chunks),
-            turn=exchange.order[2],
-            total_s=total_s,
-            error=error,
-        )
-
-    response = exchange.outcome
-    if isinstance(response, str):
-        return failed(response)
-    if response.head.status != 200:
-        body = response.body()[:200].decode(errors="replace")
-        return failed(f"status {response.head.status}: {body}")
-    try:
-        timed = [(event.at, api.read(event.payload)) for event in response.events()]
-    except ValueError as error:
-        return failed(f"cannot read the stream: {error}")
-    pieces = [piece for _, piece in timed]
-    chunks_s = tuple(at - start for at, piece in timed if piece.text)
-    generated = _last(piece.generated_tokens for piece in pieces)
-    generated = len(chunks_s) if generated is None else generated
-    return Completion(
+    whole = Completion(
         index=index,
         started_s=exchange.due_at - start,
         group=group.name,
         late=bool(group.after_chunks),
         turn=exchange.order[2],
+        total_s=exchange.ended_at - exchange.due_at,
+    )
+    response = exchange.outcome
+    if isinstance(response, str):
+        return replace(whole, error=response)
+    if response.head.status != 200:
+        body = response.body()[:200].decode(errors="replace")
+        return replace(whole, error=f"status {response.head.status}: {body}")
+    try:
+        timed = [(event.at, api.read(event.payload)) for event in response.events()]
+    except ValueError as error:
+        return replace(whole, error=f"cannot read the stream: {error}")
+    pieces = [piece for _, piece in timed]
+    chunks_s = tuple(at - start for at, piece in timed if piece.text)
+    generated = _last(piece.generated_tokens for piece in pieces)
+    generated = len(chunks_s) if generated is None else generated
+    return replace(
+        whole,
         total_s=response.ended_at - exchange.due_at,
         chunks_s=chunks_s,
         generated_tokens=generated,

@@ -20,12 +20,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.wire import Address, Api, CllmApi, OpenAIApi
-from cllm.build.toolchain import source_directory
 from cllm.errors import SetupError
 
 CLLM = "cllm"
 LLAMA_SERVER = "llama-server"
-EXAMPLE_SERVER = "llama-cpp-python"
 _STOP_S = 10.0
 
 
@@ -39,7 +37,6 @@ class ServerSettings:
     threads: int = 0  # 0: one per core this process may use
     log_level: str = "warning"
     prompt_cache: bool = False  # llama-server's, in RAM
-    library: Path | None = None  # folder of the library, for peers that take one
 
     @property
     def thread_count(self) -> int:
@@ -119,27 +116,6 @@ def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool 
     return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIApi(), "/health", LLAMA_SERVER)
 
 
-def example_server_peer(settings: ServerSettings, python: Path | None = None) -> Peer:
-    """llama-cpp-python's example server, on our library in this interpreter, on its own in another.
-
-    It computes one request at a time, so it gets the context of one; it does not know `ignore_eos`.
-    """
-    options: dict[str, object] = {
-        "--model": settings.model or embedded_model(),
-        "--n_ctx": settings.ctx_size // settings.parallel,
-        "--n_threads": settings.thread_count,
-        "--n_threads_batch": settings.thread_count,
-        "--interrupt_requests": False,  # by default a new request ends the one that runs
-    }
-    command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
-    environment: tuple[tuple[str, str], ...] = ()
-    if python is None and settings.library is not None:  # its Python is in the source that `cllm build` has
-        ours = {"PYTHONPATH": source_directory(), "LLAMA_CPP_LIB_PATH": settings.library}
-        environment = tuple((name, str(folder)) for name, folder in ours.items())
-    api = OpenAIApi(exact=False)
-    return Peer(EXAMPLE_SERVER, command, api, "/v1/models", environment=environment)
-
-
 def url_peer(url: str, name: str = "", model: str = "") -> Peer:
     """An OpenAI-compatible server that runs. Raises SetupError for an address that cannot be used."""
     parts = urlsplit(url)
@@ -153,16 +129,12 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
-    """`llama-server=PATH`, `llama-cpp-python`, `llama-cpp-python=PYTHON`, `URL`, `NAME=URL`, or a path."""
+    """`llama-server=PATH`, `URL`, `NAME=URL`, or a path."""
     name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     if "://" in value:
         return [url_peer(value, name)]
-    if name == EXAMPLE_SERVER or text == EXAMPLE_SERVER:
-        return [example_server_peer(settings, Path(value) if name else None)]
     if name not in ("", LLAMA_SERVER):
-        raise SetupError(
-            f"no kind of peer {name!r}: give {LLAMA_SERVER}=PATH, {EXAMPLE_SERVER}=PYTHON or a URL"
-        )
+        raise SetupError(f"no kind of peer {name!r}: give {LLAMA_SERVER}=PATH or a URL")
     layouts = (False, True) if both_layouts else (False,)
     return [llama_server_peer(settings, Path(value), unified) for unified in layouts]
 
@@ -204,7 +176,7 @@ def running(peer: Peer, log: Path, ready_s: float = 180.0) -> Iterator[RunningPe
     if peer.address is not None:
         yield RunningPeer(peer, peer.address, 0, log)
         return
-    address = Address("127.0.0.1", _free_port())
+    address = Address("127.0.0.1", free_port())
     command = [*peer.command, "--host", address.host, "--port", str(address.port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}
     environment |= dict(peer.environment)
@@ -280,7 +252,7 @@ def _end_of(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import cllm
 from bench import footprint
-from bench.client import BadAnswer, StepTime, read_step_time
+from bench.client import BadAnswer, PlainClient, StepTime
 from bench.comparison import Comparison, ReferenceRound, Round
 from bench.decode_bench import Reference, find_references
+from bench.footprint import name_processor
 from bench.load import run_load
 from bench.peers import CLLM, Peer, RunningPeer, ServerSettings, cllm_peer, log_folder, parse_peer, running
 from bench.plots import draw
@@ -68,10 +69,8 @@ class Options:
     quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
     out: Path | None = None  # folder for REPORT.md, report.json and plots/
     threads: int = 0  # of every server; 0: one per core
-    library: Path | None = None  # folder of the library that cllm uses
     llama_bench: Path | None = None
     plain_library: Path | None = None
-    command: tuple[str, ...] = ()  # what to start instead of the installed `cllm`
     logs: Path | None = None
 
     @property
@@ -85,13 +84,12 @@ class Options:
             ctx_size=definition.ctx_size,
             threads=self.threads,
             prompt_cache=definition.prompt_cache,
-            library=self.library,
         )
 
     def servers(self, definition: Definition) -> list[Peer]:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
-        ours = cllm_peer(settings, self.command or None, OpenAIApi(), definition.cllm_flags)
+        ours = cllm_peer(settings, None, OpenAIApi(), definition.cllm_flags)
         if definition.alone:
             return [ours]
         both = definition.both_layouts and not self.quick
@@ -144,15 +142,7 @@ class BenchRun:
             if server.pid:
                 digest = footprint.library_digest(server.pid, "libggml-cpu")
                 self.libraries[server.peer.name] = digest or "not a shared library"
-            requests = [
-                BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
-            ]
-            run_load(
-                server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel)
-            )
-            if definition.fill:
-                fill = make_fill(definition, self.tokens_per_word[definition.text])
-                run_load(server.address, server.peer.api, fill)
+            warm_up(server, definition, self.tokens_per_word[definition.text])
 
     def _round(
         self,
@@ -280,6 +270,14 @@ def measure_tokens_per_word(server: RunningPeer, text: str = "words") -> float:
     return max(0.25, (sum(counts[samples:]) - sum(counts[:samples])) / (samples * (long - short)))
 
 
+def warm_up(server: RunningPeer, definition: Definition, tokens_per_word: float) -> None:
+    """A small load, then what the workload wants in the caches."""
+    requests = [BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)]
+    run_load(server.address, server.peer.api, single_requests("warm-up", requests, definition.parallel))
+    if definition.fill:
+        run_load(server.address, server.peer.api, make_fill(definition, tokens_per_word))
+
+
 @contextmanager
 def _all_running(peers: Sequence[Peer], logs: Path | None, workload: str) -> Iterator[list[RunningPeer]]:
     with ExitStack() as stack:
@@ -302,20 +300,12 @@ def _info(options: Options, load_average: float, took_s: float) -> dict[str, str
         "date": time.strftime("%Y-%m-%d"),
         "cllm": cllm.__version__,
         "model": options.model.name if options.model else "embedded SmolLM2-135M",
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": f"{name_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "threads of each server": str(settings.thread_count),
         "rounds": f"{options.round_count}, interleaved",
         "load average at the start": f"{load_average:.2f}",
         "the whole run took": f"{took_s / 60:.1f} minutes",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _cpu_s(server: RunningPeer) -> float:
@@ -327,6 +317,6 @@ def _step_time(server: RunningPeer) -> StepTime | None:
     if server.peer.name != CLLM:
         return None
     try:
-        return read_step_time(server.address)
+        return StepTime.read(PlainClient(server.address).fetch("GET", "/metrics").decode())
     except BadAnswer:
         return None

@@ -168,15 +168,10 @@ def _python_table(comparison: Comparison) -> Table:
                 if each.steps is not None and each.steps.steps
             ]
             if steps:
-                rows.append(
-                    (
-                        f"{definition.name} {condition}".strip(),
-                        Spread.of(step.python_share for step in steps).show(2, 100),
-                        Spread.of(step.sample_share for step in steps).show(2, 100),
-                        Spread.of(step.transfer_share for step in steps).show(2, 100),
-                        Spread.of(step.total_s / step.steps for step in steps).show(2, 1000),
-                    )
-                )
+                names = ("python_share", "sample_share", "transfer_share")
+                spreads = [Spread.of(getattr(step, name) for step in steps).show(2, 100) for name in names]
+                step_ms = Spread.of(step.total_s / step.steps for step in steps).show(2, 1000)
+                rows.append((f"{definition.name} {condition}".strip(), *spreads, step_ms))
     columns = ("workload", "Python with sampling, %", "sampling alone, %", "KV transfers, %", "ms a step")
     return Table(columns, rows)
 

@@ -14,15 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-import anthropic
 import httpx
-import openai
 
 from bench.command import conclude, run_command
 from bench.report import Table
@@ -42,9 +39,6 @@ TINY_CONTEXT = 32_768
 MIN_CACHED = 0.95  # of the prompt tokens of later turns
 TURNS = 4
 PARTS = 6  # of the room, one a turn: programs compact before the last tenth is used
-MODEL = "cllm"
-TOKENS = 200
-SIGNATURE = "c2lnbmVkIGVsc2V3aGVyZQ=="  # of another server: conversations move
 PADDING = "All of this is text that fills the context and says nothing at all. "
 
 
@@ -296,8 +290,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 def serve_script(folder: Path, name: str, context: int) -> Server:
     """The scripted model with that limit of a request, its log in the folder."""
-    size: tuple[str, ...] = ("--parallel", "4", "--ctx-size", str(4 * context), "--log-level", "info")
-    size += ("--draft-tokens", "8") if name == "features" else ()
+    size = ("--parallel", "4", "--ctx-size", str(4 * context), "--log-level", "info")
     return Server(folder / f"{name}.log", *size, program=SCRIPTED)
 
 
@@ -373,90 +366,6 @@ class Arena:
                     keep_exchanges(self.keep / f"{program.package.replace('/', '-')}-{name}", run)
 
 
-# Fields that agents rely on, sent by the official SDKs ---------------------------------------------------
-
-
-def continue_response(url: str) -> str:
-    """`previous_response_id`: the second request carries only what is new."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    instructions = "Be brief. " * 200
-    first = client.responses.create(
-        model=MODEL, instructions=instructions, input=f"One. {say('Yes.', 'No.')}"
-    )
-    second = client.responses.create(
-        model=MODEL, instructions=instructions, input="Two.", previous_response_id=first.id
-    )
-    assert (first.output_text, second.output_text) == ("Yes.", "No."), second.output_text
-    assert first.usage is not None and second.usage is not None
-    cached = second.usage.input_tokens_details.cached_tokens / second.usage.input_tokens
-    assert cached >= 0.95, f"{cached:.1%} cached"
-    return f"{cached:.1%} cached"
-
-
-def pass_thinking(url: str) -> str:
-    """Thinking blocks are streamed apart from the text, and taken back with whatever signature they have."""
-    client = anthropic.Anthropic(base_url=url, api_key="none")
-    script = say("<think>\nA plan.\n</think>\n\nLet me see.", "It rains.")
-    question: anthropic.types.MessageParam = {"role": "user", "content": f"Rain? {script}"}
-    with client.messages.stream(
-        model=MODEL, max_tokens=4096, thinking={"type": "enabled", "budget_tokens": 1024}, messages=[question]
-    ) as stream:
-        first = stream.get_final_message()
-    kinds = [block.type for block in first.content]
-    assert kinds == ["thinking", "text"], kinds
-    thought = first.content[0]
-    assert isinstance(thought, anthropic.types.ThinkingBlock) and thought.thinking.strip() == "A plan."
-    assert thought.signature, "clients drop reasoning without a signature from their history"
-    signed = thought.model_copy(update={"signature": SIGNATURE})
-    second = client.messages.create(
-        model=MODEL,
-        max_tokens=4096,
-        messages=[
-            question,
-            {"role": "assistant", "content": [signed, *first.content[1:]]},
-            {"role": "user", "content": "And now?"},
-        ],
-    )
-    (block,) = second.content
-    assert isinstance(block, anthropic.types.TextBlock) and block.text == "It rains.", second.content
-    return "apart, taken back signed"
-
-
-def predict_answer(url: str) -> str:
-    """`prediction`: an answer that is known beforehand, and is nowhere in the prompt, is drafted from it."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-
-    def ask(prediction: str) -> tuple[str, int]:
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Anything."}],
-            prediction={"type": "content", "content": prediction},
-            temperature=0,
-            seed=7,
-            max_tokens=TOKENS,
-            extra_body={"ignore_eos": True},
-        )
-        details = answer.usage.completion_tokens_details if answer.usage else None
-        assert details is not None
-        return answer.choices[0].message.content or "", details.accepted_prediction_tokens or 0
-
-    text, by_chance = ask("not this")
-    same, accepted = ask(text)
-    assert same == text, "a prediction changed the answer"
-    assert accepted > by_chance + TOKENS // 2, f"{accepted} of {TOKENS} accepted, {by_chance} without it"
-    return f"{accepted} of {TOKENS} accepted"
-
-
-FEATURES: dict[str, Callable[[str], str]] = {
-    "previous_response_id": continue_response,
-    "thinking blocks": pass_thinking,
-    "prediction": predict_answer,
-}
-
-
-# All of them ------------------------------------------------------------------------------------------------
-
-
 def run_agents(
     program: Sequence[str] = (),
     scenario: Sequence[str] = (),
@@ -479,22 +388,12 @@ def run_agents(
         arena = Arena(folder, limit_s, keep, stack)
         for one in chosen:
             missing = prepare(one, install=not installed)
-            wanted = names if not missing else []
-            cells = judge(one.name, {name: partial(arena.play, one, name) for name in wanted}, failures)
+            cells = judge(arena, one, [] if missing else names, failures)
             failures += [f"{one.name}: {missing}"] if missing else []
             rows.append((f"{one.name} {one.version()}".strip(), *(cells.get(name, "–") for name in names)))
-        features = [] if program or scenario else play_features(folder, failures)
-    tables = [Table(("program", *names), rows)] + [Table(("field", "by an SDK"), features)] * bool(features)
-    text = "\n\n".join(table.markdown() for table in tables)
     verdict = "\n".join(f"FAIL: {line}" for line in failures) or "pass"
-    return conclude("agents", f"{text}\n\n{verdict}", [rows, features], out, failed=bool(failures))
-
-
-def play_features(folder: Path, failures: list[str]) -> list[Sequence[str]]:
-    """The fields that need no program, only an SDK: a row each."""
-    with serve_script(folder, "features", CONTEXT) as server:
-        plays = {name: partial(check, server.url) for name, check in FEATURES.items()}
-        return list(judge("SDK", plays, failures).items())
+    text = f"{Table(('program', *names), rows).markdown()}\n\n{verdict}"
+    return conclude("agents", text, rows, out, failed=bool(failures))
 
 
 def prepare(program: Program, *, install: bool) -> str:
@@ -507,16 +406,16 @@ def prepare(program: Program, *, install: bool) -> str:
     return "" if program.version() else "not installed"
 
 
-def judge(who: str, plays: Mapping[str, Callable[[], str]], failures: list[str]) -> dict[str, str]:
-    """Play each: its cell in the table; what went wrong is added to `failures`."""
+def judge(arena: Arena, program: Program, names: Sequence[str], failures: list[str]) -> dict[str, str]:
+    """Play each scenario: its cell in the table; what went wrong is added to `failures`."""
     cells = {}
-    for name, play in plays.items():
+    for name in names:
         try:
-            cells[name] = f"passed, {play()}"
-        except (Failed, AssertionError, SetupError, openai.APIError, anthropic.APIError) as error:
+            cells[name] = f"passed, {arena.play(program, name)}"
+        except (Failed, SetupError) as error:
             cells[name] = "failed"
-            failures.append(f"{who}, {name}: {error}")
-        print(f"{who}, {name}: {cells[name]}", file=sys.stderr, flush=True)
+            failures.append(f"{program.name}, {name}: {error}")
+        print(f"{program.name}, {name}: {cells[name]}", file=sys.stderr, flush=True)
     return cells
 
 

@@ -28,6 +28,7 @@ from proof.command import ROOT, make_parser
 from proof.conversations import EXACT, TURNS, Writer, replay
 from proof.evidence import Bar, Evidence, name_machine, record
 from proof.shared.answers import Client, compare
+from proof.shared.kept import Kept
 from tests.driver.server import wait_for
 from tests.tiny_architectures import make_all
 
@@ -39,7 +40,6 @@ KEYS = ("sk-canary-one", "sk-canary-other")
 TIERS = ("--cache-ram-mb", "2", "--cache-disk-mb", "64", "--swap-space-mb", "64", "--cache-dir")
 SECRET = re.compile(r"[bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou]\d\d")
 SECRET_TOKENS = 12
-RESULTS = ROOT / "build" / "canary.jsonl"
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,16 +134,13 @@ def watch_secrets(kind: str, count: int, folder: Path) -> Found:
 
 
 def watch(kind: str, count: int) -> Found:
-    """One kind, or the secrets; kept in build/."""
+    """One kind, or the secrets."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         found = (watch_kind if kind in KINDS else watch_secrets)(kind, count, Path(name))
     minutes = (time.monotonic() - began) / 60
-    found = msgspec.structs.replace(found, machine=name_machine(), minutes=minutes)
-    with RESULTS.open("ab") as file:
-        file.write(msgspec.json.encode(found) + b"\n")
     print(f"{kind}: {found.same} of {found.prompts} in {minutes:.1f} minutes", flush=True)
-    return found
+    return msgspec.structs.replace(found, machine=name_machine(), minutes=minutes)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -157,15 +154,13 @@ def main(arguments: Sequence[str]) -> int:
         fresh=(False, "forget all earlier results"),
     )
     options = parser.parse_args(arguments)
-    RESULTS.parent.mkdir(exist_ok=True)
-    if options.fresh:
-        RESULTS.unlink(missing_ok=True)
+    kept = Kept(ROOT / "build" / "canary.jsonl", Found, fresh=options.fresh)
     counts = dict.fromkeys(KINDS, -(-options.count // (len(KINDS) * TURNS))) | {SECRETS: options.secrets}
-    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
-    known = {one.kind: one for one in (msgspec.json.decode(line, type=Found) for line in lines)}
+    known = kept.found
     left = [kind for kind in options.only or counts if kind not in known]
     with ProcessPoolExecutor(options.at_once) as pool:
-        known |= {one.kind: one for one in pool.map(watch, left, [counts[kind] for kind in left])}
+        for one in pool.map(watch, left, [counts[kind] for kind in left]):
+            kept.add(one.kind, one)
     for fault in [each for one in known.values() for each in one.faults[:5]]:
         print(fault, file=sys.stderr)
     if options.only:
@@ -188,16 +183,10 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         )
         for kind, one in found.items()
     ]
-    told = len(secrets.faults)
+    told, own = len(secrets.faults), f"{secrets.same} of {secrets.prompts}"
     bars.append(Bar("answers with another's secret word", "0", f"{told}", not told))
-    bars.append(
-        Bar(
-            "answers with their own, so that it proves something",
-            "most",
-            f"{secrets.same} of {secrets.prompts}",
-            2 * secrets.same > secrets.prompts,
-        )
-    )
+    proves = 2 * secrets.same > secrets.prompts
+    bars.append(Bar("answers with their own, so that it proves something", "most", own, proves))
     figures = {
         kind: f"cached tokens {_listed(one.cached)}; {one.preemptions} preemptions, {one.drafted} drafted"
         for kind, one in found.items()

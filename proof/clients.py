@@ -87,15 +87,7 @@ def run_suite(name: str, url: str, folder: Path, limit_s: float, only: str) -> l
     variables = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8", "CLLM_URL": url, **QUIET}
     with log.open("w") as file:
         try:
-            run(
-                command_line,
-                cwd=folder,
-                env=variables,
-                stdout=file,
-                stderr=STDOUT,
-                timeout=limit_s,
-                check=False,
-            )
+            run(command_line, cwd=folder, env=variables, stdout=file, stderr=STDOUT, timeout=limit_s)
         except TimeoutExpired:
             raise SetupError(f"{name}: not done after {limit_s:.0f} s") from None
     if not report.exists():

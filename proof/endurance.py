@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.command import serving
-from bench.footprint import descendants
+from bench.footprint import Footprint, measure
 from bench.peers import RunningPeer, ServerSettings
 from proof.command import make_parser
 from proof.evidence import Bar, Evidence, Series, record, theil_sen
@@ -50,9 +50,7 @@ class Sample:
 
     at_s: float
     requests: int
-    anonymous: int  # bytes
-    descriptors: int
-    threads: int
+    used: Footprint
     probe_s: float
 
 
@@ -98,7 +96,8 @@ class Endurance:
             started = time.thread_time()
             np.sort(values)  # on one thread: a product of matrices takes several, which wait for each other
             probe_s = time.thread_time() - started
-            self.samples.append(take_sample(self.server.pid, self.began, self.ledger, probe_s))
+            at_s, requests = time.monotonic() - self.began, sum(self.ledger.outcomes.values())
+            self.samples.append(Sample(at_s, requests, measure(self.server.pid), probe_s))
 
     # Faults ----------------------------------------------------------------------------------------
 
@@ -166,21 +165,6 @@ def _closed(client: Client, method: str, path: str, body: object) -> None:
         response.read()
 
 
-def take_sample(pid: int, began: float, ledger: Ledger, probe_s: float) -> Sample:
-    anonymous = descriptors = threads = 0
-    for each in descendants(pid):
-        try:
-            status = Path(f"/proc/{each}/status").read_text()
-            descriptors += sum(1 for _ in Path(f"/proc/{each}/fd").iterdir())
-        except OSError:
-            continue
-        found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        anonymous += 1024 * int(found.get("RssAnon", "0 kB").split()[0])
-        threads += int(found.get("Threads", "0"))
-    requests = sum(ledger.outcomes.values())
-    return Sample(time.monotonic() - began, requests, anonymous, descriptors, threads, probe_s)
-
-
 def find_drift(run: Endurance) -> tuple[float, float]:
     """The last quarter by the first after the warm-up: the median time of a request, and of the probe."""
     spans = ((WARM_UP, WARM_UP + 0.25), (0.7, 0.95))  # without the kills at the end
@@ -198,28 +182,23 @@ def find_drift(run: Endurance) -> tuple[float, float]:
 
 def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
     calm = [each for each in run.samples if WARM_UP <= each.at_s / run.seconds < 0.95]
-    slope = theil_sen([(each.requests, each.anonymous) for each in calm])
+    slope = theil_sen([(each.requests, each.used.memory_bytes) for each in calm])
     first, last = calm[: len(calm) // 4], calm[-len(calm) // 4 :]
     growth = {
-        name: statistics.median(getattr(each, name) for each in last)
-        - statistics.median(getattr(each, name) for each in first)
+        name: statistics.median(getattr(each.used, name) for each in last)
+        - statistics.median(getattr(each.used, name) for each in first)
         for name in ("descriptors", "threads")
     }
     requests, probes = find_drift(run)
     drift, shown = requests / probes, f"{requests / probes:.3f} ({requests:.3f} by {probes:.3f})"
     wrong = sum(run.ledger.outcomes[what] for what in ("hung", "broken", "wrong"))
-    same = counters["accepted"] == counters["finished"]
+    accepted, finished = counters["accepted"], counters["finished"]
     return [
         Bar("memory, slope", "≤ 1,024 bytes a request", f"{slope:,.0f}", slope <= MAX_SLOPE),
         Bar("descriptors and threads", "flat", f"{growth}", max(growth.values()) <= MAX_OTHERS),
         Bar("median time of a request, last by first", f"≤ {MAX_DRIFT}", shown, drift <= MAX_DRIFT),
         Bar("requests lost or answered wrongly", "0", f"{wrong}", not wrong),
-        Bar(
-            "accepted requests that ended",
-            f"{counters['accepted']:,.0f}",
-            f"{counters['finished']:,.0f}",
-            same,
-        ),
+        Bar("accepted requests that ended", f"{accepted:,.0f}", f"{finished:,.0f}", accepted == finished),
         nothing_left(counters),
     ]
 
@@ -241,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     for fault in run.ledger.faults[:5]:
         print(fault, file=sys.stderr)
     at = [each.at_s / 60 for each in run.samples]
-    memory = [each.anonymous / 2**20 for each in run.samples]
+    memory = [each.used.memory_bytes / 2**20 for each in run.samples]
     times = sorted(run.ledger.times)
     windows = [times[place : place + 200] for place in range(0, len(times), 200)]
     return record(

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from bench.footprint import name_processor
 from bench.plots import load_pyplot
 from bench.report import Table
 from proof.command import ROOT, make_parser
@@ -94,12 +95,7 @@ def record(evidence: Evidence, folder: Path = FOLDER) -> int:
 
 
 def name_machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {name_processor()}, Python {platform.python_version()}"
 
 
 def _bars(bars: Sequence[Bar]) -> str:

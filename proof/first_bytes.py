@@ -7,12 +7,9 @@ to the end of its head, and to the first byte of its body.
 
 from __future__ import annotations
 
-import json
-import socket
-import threading
-import time
+import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +17,7 @@ from bench.command import run_command, serving
 from bench.figures import percentile
 from bench.peers import ServerSettings
 from proof.command import make_parser
+from proof.shared.mixed import Ask, connect, read_chunk, read_head, send
 
 MAX_MEDIAN_S = 0.1
 MAX_P99_S = 0.3
@@ -40,56 +38,49 @@ class Timed(NamedTuple):
     first_s: float  # the first byte of the body
 
 
-def open_stream(
-    address: tuple[str, int], route: str, text: str, stay: Callable[[], object] = lambda: None
-) -> Timed:
-    """Open a stream, read its first bytes, `stay`, and disconnect."""
-    body = json.dumps({**ROUTES[route](text), "stream": True, "cache_prompt": False}).encode()
-    head = f"POST {route} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(address, PATIENCE_S) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        sent, data, head_s = time.perf_counter(), b"", 0.0
-        while True:
-            piece = connection.recv(1 << 16)
-            assert piece, f"{route}: the connection was closed: {data!r}"
-            data += piece
-            answer, end, content = data.partition(b"\r\n\r\n")
-            if end and not head_s:
-                assert answer.startswith(b"HTTP/1.1 200 "), data
-                head_s = time.perf_counter() - sent
-            if content:
-                first_s = time.perf_counter() - sent
-                stay()
-                return Timed(head_s, first_s)
+async def open_stream(port: int, route: str, text: str, done: asyncio.Event | None = None) -> Timed:
+    """Open a stream, read its first bytes, stay until it is time for another or all is done, and leave."""
+    body = {**ROUTES[route](text), "stream": True, "cache_prompt": False}
+    clock = asyncio.get_running_loop().time
+    reader, writer = connection = await connect(port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await send(connection, Ask(route, body, len))
+            sent = clock()
+            status, _ = await read_head(connection)
+            assert status == 200, f"{route}: status {status}"
+            head_s = clock() - sent
+            assert await read_chunk(reader), f"{route}: nothing came"
+            timed = Timed(head_s, clock() - sent)
+        if done is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), READING_S)
+        return timed
+    finally:
+        writer.transport.abort()
 
 
-def measure(address: tuple[str, int], tokens: int, rounds: int) -> dict[str, list[Timed]]:
+async def measure(port: int, tokens: int, rounds: int) -> dict[str, list[Timed]]:
     """The streams of each route, beside a long prompt; and those of the long prompts (the route "")."""
     timed: dict[str, list[Timed]] = {route: [] for route in ("", *ROUTES)}
     for route in ROUTES:
-        open_stream(address, route, "hello")  # the first is slower
-    done = threading.Event()
+        await open_stream(port, route, "hello")  # the first is slower
+    done = asyncio.Event()
 
-    def read_long() -> None:
-        number = 0
+    async def read_long(reader: int) -> None:
         while not done.is_set():
-            number += 1
-            text = f"{number} " + "hello " * (tokens - 40)
-            stay = partial(done.wait, READING_S)
-            timed[""].append(open_stream(address, "/v1/chat/completions", text, stay))
+            text = f"{reader} {len(timed[''])} " + "hello " * (tokens - 40)
+            timed[""].append(await open_stream(port, "/v1/chat/completions", text, done))
 
     # Two, so that one is being read while the other is replaced.
-    readers = [threading.Thread(target=read_long) for _ in range(2)]
-    for reader in readers:
-        reader.start()
+    readers = asyncio.gather(*map(read_long, range(2)))
     try:
         for number in range(rounds):
             for route in ROUTES:
-                timed[route].append(open_stream(address, route, f"hello {number}"))
+                timed[route].append(await open_stream(port, route, f"hello {number}"))
     finally:
         done.set()
-        for reader in readers:
-            reader.join(PATIENCE_S)
+        await readers
     return timed
 
 
@@ -104,8 +95,7 @@ def run_first_bytes(
     late = 0
     settings = ServerSettings(model=model, parallel=8, ctx_size=8 * (tokens + 200))
     with serving("first bytes", settings, command, logs) as server:
-        address = (server.address.host, server.address.port)
-        timed = measure(address, tokens, rounds)
+        timed = asyncio.run(measure(server.address.port, tokens, rounds))
     for route, streams in timed.items():
         heads = [one.head_s for one in streams]
         firsts = [one.first_s for one in streams]

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Table
-from proof.command import make_parser
+from proof.command import ROOT, make_parser
 from proof.shared.drawn_calls import CallDrawer
+from proof.shared.kept import Kept
 from tests.driver.corpus import template_files
 from tests.driver.forced_calls import check_forced, make_model
 from tests.driver.turns import Family, check_turns
@@ -88,13 +89,12 @@ def main(arguments: Sequence[str]) -> int:
         forced=(200, "answers of each template on a tiny model"),
         seed=(0, "of all of them"),
         only=("", "templates with this in their name"),
-        out=(Path("build/formats.json"), "where results are kept"),
-        resume=(False, "skip the templates that are in that file"),
+        resume=(False, "skip the templates that were tried before"),
         seconds=(3600.0, "after these, no template is begun"),
     )
     options = parser.parse_args(arguments)
-    known = json.loads(options.out.read_text()) if options.resume and options.out.exists() else {}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = Kept(ROOT / "build" / "formats.jsonl", dict[str, Any], fresh=not options.resume)
+    known = kept.found
     started, left = time.monotonic(), 0
     for name, path in template_files().items():
         if options.only not in name or is_done(known.get(name), options):
@@ -103,8 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             left += 1
             continue
         found = check_template(Family(name, path.read_text(encoding="utf-8")), options)
-        known[name] = found
-        options.out.write_text(json.dumps(known, indent=1))
+        kept.add(name, found)
         figures = {key: value for key, value in found.items() if key != "faults"}
         print(f"{name}: {json.dumps(figures)}", *found["faults"], sep="\n  ", flush=True)
     failed = [name for name, found in known.items() if found["faults"]]

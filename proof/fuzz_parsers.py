@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing, by atheris, of all that reads hostile bytes.
 
 atheris is installed in `build/atheris` (where PyPI has no wheel for this CPU it is built, which takes clang
-and its runtime: `apt install clang libclang-rt-14-dev`). Each target runs in processes of its own, for
-`--seconds` in all, and goes on from the inputs that earlier runs found in `build/fuzz-parsers`.
+and its runtime: `apt install clang libclang-rt-14-dev`). Each target runs in a process of its own, for
+`--seconds`, and goes on from the inputs that earlier runs found in `build/fuzz-parsers`.
 """
 
 from __future__ import annotations
@@ -73,32 +73,19 @@ def install() -> None:
     subprocess.run([*command, "--target", str(PACKAGES), f"atheris=={VERSION}"], env=variables, check=True)
 
 
-def run_target(name: str, seconds: int, processes: int) -> TargetResult:
-    """One target, in processes of its own that share what they find."""
+def run_target(name: str, seconds: int) -> TargetResult:
+    """One target, in a process of its own."""
     (KEPT / name).mkdir(parents=True, exist_ok=True)
     failures = KEPT / "failures"
     failures.mkdir(exist_ok=True)
     for earlier in failures.glob(f"{name}-*"):
         earlier.unlink()
-    with ThreadPoolExecutor(processes) as pool:
-        parts = list(pool.map(partial(_run_process, name, seconds // processes), range(1, processes + 1)))
-    inputs = [f"{path.name} {path.read_bytes().hex()}" for path in failures.glob(f"{name}-*")]
-    return TargetResult(
-        name=name,
-        seconds=sum(part.seconds for part in parts),
-        executions=sum(part.executions for part in parts),
-        coverage=max(part.coverage for part in parts),
-        found=" ".join((*(part.found for part in parts if part.found), *inputs)),
-    )
-
-
-def _run_process(name: str, seconds: int, seed: int) -> TargetResult:
     command = [sys.executable, "-m", "proof", "fuzz-parsers", "--child", name, str(KEPT / name)]
-    command += [f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={KEPT}/failures/{name}-"]
+    command += [f"-max_total_time={seconds}", "-seed=1", f"-artifact_prefix={failures}/{name}-"]
     command += [f"-max_len={MAX_BYTES.get(name, 256)}", f"-timeout={INPUT_LIMIT_S}", "-print_final_stats=1"]
     command += [f"-rss_limit_mb={MEMORY_MB}", "-len_control=20"]
     variables = environment(PYTHONPATH=f"{PACKAGES}{os.pathsep}{ROOT}")
-    log = KEPT / f"{name}-{seed}.log"
+    log = KEPT / f"{name}.log"
     began = time.monotonic()
     with log.open("w") as output:
         done = subprocess.run(
@@ -106,7 +93,6 @@ def _run_process(name: str, seconds: int, seed: int) -> TargetResult:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=variables,
-            check=False,
             timeout=seconds + 300,
         )
     text = log.read_text(errors="replace")
@@ -114,12 +100,13 @@ def _run_process(name: str, seconds: int, seed: int) -> TargetResult:
     edges = re.findall(r"cov: (\d+)", text)
     if done.returncode:
         print("\n".join(text.splitlines()[-40:]))
+    inputs = [f"{path.name} {path.read_bytes().hex()}" for path in failures.glob(f"{name}-*")]
     return TargetResult(
         name=name,
         seconds=time.monotonic() - began,
         executions=int(units[-1]) if units else 0,
         coverage=int(edges[-1]) if edges else 0,
-        found=f"exit code {done.returncode}" if done.returncode else "",
+        found=" ".join([f"exit code {done.returncode}", *inputs]) if done.returncode else "",
     )
 
 
@@ -179,14 +166,13 @@ def main(arguments: Sequence[str]) -> int:
         __doc__,
         seconds=(SECONDS, "for each target"),
         targets=(os.cpu_count() or 1, "at a time"),
-        processes=(1, "of each target, which share its seconds"),
     )
     parser.add_argument("--only", choices=NAMES, help="one target; nothing is recorded")
     options = parser.parse_args(arguments)
     install()
     results = []
     with ThreadPoolExecutor(options.targets) as pool:
-        run = partial(run_target, seconds=options.seconds, processes=options.processes)
+        run = partial(run_target, seconds=options.seconds)
         for result in pool.map(run, [options.only] if options.only else NAMES):
             results.append(result)
             print(msgspec.json.encode(result).decode(), flush=True)

@@ -1,7 +1,7 @@
 """Schemathesis on every route, on a tiny real model.
 
 Valid and invalid requests, NUL characters among them: those of the description's limits, and random ones. The
-result of each route is kept in `build/fuzz`; `--resume` goes on after those that are there.
+result of each route is kept in `build`; `--resume` goes on after those that passed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 
 from proof.command import ROOT, make_parser
 from proof.evidence import Bar, Evidence, record
+from proof.shared.kept import Kept
 from tests.driver.server import PATIENCE_S, Server, environment, make_client, wait_for
 from tests.tiny_models import make_dense
 
 LIMIT_S = 3600.0
 UNLOADED = " is unloaded: "  # on purpose, by Ollama's `keep_alive`: then the workers are others
 EXAMPLES = 1000
-KEPT = ROOT / "build" / "fuzz"
 # Decided otherwise: what a description cannot say is refused (a prompt that is too long, a grammar that is
 # wrong), and what clients send though it does not say so is taken (null for what is not given, say).
 DECIDED = ("positive_data_acceptance", "negative_data_rejection")
@@ -64,11 +64,7 @@ def fuzz(
     settings.write_text(SETTINGS)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(settings), "run"]
     command += [f"{url}/openapi.json"]
-    command += (
-        ["--checks", checks, "--exclude-checks", ",".join(DECIDED)]
-        if checks == "all"
-        else ["--checks", checks]
-    )
+    command += ["--checks", checks, *(["--exclude-checks", ",".join(DECIDED)] if checks == "all" else [])]
     command += ["--mode", "all", "--max-examples", str(examples), "--seed", str(seed)]
     command += ["--generation-allow-x00", "true"]
     for path in LEFT_OUT:
@@ -82,13 +78,12 @@ def fuzz(
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT_S,
-        check=False,
         env=environment(),
     )
 
 
 def fuzz_route(server: Server, folder: Path, route: str, options: argparse.Namespace) -> RouteResult:
-    """One route; its result and schemathesis' own words are kept."""
+    """One route; what schemathesis says is printed where it finds something."""
     before = {role: server.child(role) for role in ("engine", "tokenizer")}
     unloads = server.log_text.count(UNLOADED)
     began = time.monotonic()
@@ -105,30 +100,22 @@ def fuzz_route(server: Server, folder: Path, route: str, options: argparse.Names
         passed=done.returncode == 0 and found is not None,
         died=[role for role, pid in before.items() if server.child(role) != pid and kept],
     )
-    path = _kept(route)
-    path.with_suffix(".txt").write_text(done.stdout)
-    path.write_bytes(msgspec.json.encode(result))
     if not result.passed or result.died:
         print(f"{done.stdout}\n{server.log_tail}")
     return result
 
 
-def _kept(route: str) -> Path:
-    return KEPT / f"{route.strip('/').replace('/', '.')}.json"
-
-
-def _resumed(route: str, options: argparse.Namespace) -> RouteResult | None:
-    """The result of an earlier run, where it was a success of the same size."""
-    if not options.resume or not _kept(route).exists():
-        return None
-    result = msgspec.json.decode(_kept(route).read_bytes(), type=RouteResult)
-    same = (result.seed, result.examples) == (options.seed, options.examples)
-    return result if same and result.passed and not result.died else None
-
-
 def fuzz_routes(options: argparse.Namespace) -> list[RouteResult]:
     """All routes one after the other, on one server."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+    kept = Kept(
+        ROOT / "build" / "fuzz-routes.jsonl", RouteResult, fresh=not (options.resume or options.route)
+    )
+    size = (options.seed, options.examples)
+    known = {
+        route: one
+        for route, one in kept.found.items()
+        if one.passed and not one.died and (one.seed, one.examples) == size
+    }
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -137,7 +124,8 @@ def fuzz_routes(options: argparse.Namespace) -> list[RouteResult]:
         with Server(folder / "log", str(model), *settings) as server:
             routes = [path for path in server.get("/openapi.json")["paths"] if path not in LEFT_OUT]
             for route in options.route or routes:
-                result = _resumed(route, options) or fuzz_route(server, folder, route, options)
+                result = known.get(route) or fuzz_route(server, folder, route, options)
+                kept.add(route, result)
                 results.append(result)
                 verdict = "passed" if result.passed and not result.died else "FAILED"
                 print(f"{route:<44} {result.cases:>6} cases {result.seconds:>6.0f} s  {verdict}", flush=True)
@@ -192,13 +180,9 @@ def main(arguments: Sequence[str]) -> int:
         seed=(1, "of the cases"),
         checks=("all", "of schemathesis, comma-separated"),
         route=([], "only this one; nothing is recorded"),
-        resume=(False, "keep the results in build/fuzz"),
-        record=(False, "send nothing: record what is in build/fuzz"),
+        resume=(False, "go on after the routes that passed before"),
     )
     options = parser.parse_args(arguments)
-    if options.record:
-        kept = [msgspec.json.decode(path.read_bytes(), type=RouteResult) for path in KEPT.glob("*.json")]
-        return record(make_evidence(kept, options.examples))
     results = fuzz_routes(options)
     if options.route or options.examples < EXAMPLES:
         return int(not all(result.passed and not result.died for result in results))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +20,13 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from bench.peers import embedded_model
+from bench.peers import Peer, embedded_model, running
+from bench.wire import OpenAIApi
 from cllm.build.build import find_built
 from cllm.cli.llama_server import FLAGS
 from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate
 from proof.command import make_parser
-from tests.driver.server import Server, wait_for
+from tests.driver.server import Server
 
 ARGUMENTS = "-c 4096 -np 2 -t 1 --temp 0 --seed 1 --metrics --props --alias same --jinja --no-warmup"
 PROGRAM = ("from cllm.cli.main import main; main()", "llama-server")
@@ -213,27 +213,12 @@ def differences(theirs: Answer, ours: Answer) -> Iterator[str]:
 @contextmanager
 def llama_server(program: Path, arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
     """The real one, on a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with log.open("wb") as file:
-        command = [str(program), *arguments, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
-
-    def ready() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        try:
-            return client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_for(ready, 60)
+    peer = Peer("llama-server", (str(program), *arguments), OpenAIApi(), "/health")
+    with (
+        running(peer, log) as server,
+        httpx.Client(base_url=server.address.url, timeout=60, trust_env=False) as client,
+    ):
         yield client
-    finally:
-        client.close()
-        process.terminate()
-        process.wait(30)
 
 
 def compare_flags(program: Path) -> Iterator[str]:

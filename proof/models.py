@@ -9,7 +9,6 @@ for both: prefixes come back after a swap. `turns`: two models at once on the sa
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 import shutil
@@ -21,10 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
+from bench.figures import Completion, LoadResult, cached_share
+from bench.load import run_load
+from bench.wire import Address, OpenAIApi
+from bench.workloads import BenchRequest, single_requests
 from cllm.models.store import embedded_model
 from proof.command import make_parser
 from tests.driver.server import PATIENCE_S, Server, cpu_s, find_workers, get_children, wait_for
@@ -51,16 +54,6 @@ _EVENT = re.compile(
 )
 
 
-class Answer(NamedTuple):
-    """What came back for a request."""
-
-    model: str
-    tokens: int
-    cached: int
-    prompt: int
-    gaps: list[float]
-
-
 @contextmanager
 def serve_models(folder: Path, *flags: str, log: str = "server.log") -> Iterator[Server]:
     server = Server(folder / log, *flags)
@@ -73,26 +66,12 @@ def serve_models(folder: Path, *flags: str, log: str = "server.log") -> Iterator
         yield server
 
 
-def ask(server: Server, model: str, prompt: str, max_tokens: int) -> Answer:
+def ask(server: Server, model: str, prompt: str, max_tokens: int) -> Completion:
     """One streamed request. Raises where it is refused or cut."""
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    gaps, last, end = [], 0.0, None
-    with (
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S * 4, trust_env=False) as client,
-        client.stream("POST", "/generate_stream", json=body) as response,
-    ):
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                now = time.perf_counter()
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                if last:
-                    gaps.append(now - last)
-                last, end = now, event
-    assert end is not None and end["done"] and end["generated_tokens"] == max_tokens, f"cut: {end}"
-    usage = end["usage"]
-    return Answer(model, max_tokens, usage["cached_tokens"], usage["prompt_tokens"], gaps[:-1])
+    plan = single_requests("models", [BenchRequest(prompt, max_tokens)])
+    (answer,) = run_load(Address("127.0.0.1", server.port), OpenAIApi(model), plan).completions
+    assert answer.error is None, answer.error
+    return answer
 
 
 def make_prompts(seed: int, count: int = 6, length: int = 40) -> dict[str, list[str]]:
@@ -229,7 +208,7 @@ def run_prefixes(folder: Path, rounds: int) -> list[str]:
         }
         limit = ("--models-memory-mb", str(int(room * size) >> 20))
         cache = ("--cache-disk-mb", "512", "--cache-dir", str(folder / f"cache-{room}"))
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         with serve_models(folder, *models, *FLAGS, *cache, *limit, log=f"prefixes-{room}.log") as server:
             for turn in range(rounds):
                 for name in PAIR:
@@ -237,7 +216,7 @@ def run_prefixes(folder: Path, rounds: int) -> list[str]:
                         answers.append(ask(server, name, prompt, 4))
                         prompts[name][number] = f"{prompt} and then {turn} {name} said so. "
             evictions, _ = check_evictions(server.log_text)
-        rates.append(sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers))
+        rates.append(cached_share([LoadResult("prefixes", 0.0, 0.0, tuple(answers))]))
         print(f"prefixes: {label}: {rates[-1]:.3f} of the prompt tokens cached, {evictions} evictions")
         if label == "swapped" and not evictions:
             return ["no model was unloaded: nothing is shown"]
@@ -269,9 +248,9 @@ def run_turns(folder: Path, rounds: int, tokens: int = 96, streams: int = 2) -> 
             started, used = time.perf_counter(), sum(map(cpu_s, engines))
             with ThreadPoolExecutor(len(jobs)) as pool:
                 done = list(pool.map(lambda name: ask(server, name, "Once upon a time " * 20, tokens), jobs))
-            gap = max(gap for answer in done for gap in answer.gaps)
+            gap = max(gap for answer in done for gap in answer.gaps_s)
             seconds, used = time.perf_counter() - started, sum(map(cpu_s, engines)) - used
-            return sum(answer.tokens for answer in done), seconds, gap, used
+            return sum(answer.generated_tokens for answer in done), seconds, gap, used
 
         for _ in range(rounds):
             left, right = load("left"), load("right")

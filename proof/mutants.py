@@ -27,11 +27,11 @@ import msgspec
 
 from proof.command import ROOT, make_parser
 from proof.evidence import FOLDER, Bar, Evidence, record
+from proof.shared.kept import Kept
 from proof.shared.mutation import Mutation, mutate
 
 SEED = 600
 COUNT = 600
-RESULTS = ROOT / "build" / "mutants.jsonl"
 LIST = FOLDER / "mutants.txt"
 EQUIVALENT = Path(__file__).parent / "shared" / "equivalent_mutants.txt"
 
@@ -100,13 +100,6 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Known(msgspec.Struct, frozen=True):
-    """What came of a mutant, as kept in build/."""
-
-    key: str
-    outcome: Outcome
-
-
 def draw() -> list[Mutant]:
     """The mutants, in the order of the sources."""
     found: list[Mutant] = []
@@ -120,12 +113,6 @@ def draw() -> list[Mutant]:
 
 def _describe(path: str, digest: str, index: int, mutation: Mutation) -> Mutant:
     return Mutant(path, index, digest, mutation.line, mutation.where, mutation.change)
-
-
-def read_results(path: Path = RESULTS) -> dict[str, Outcome]:
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    known = (msgspec.json.decode(line, type=Known) for line in lines)
-    return {each.key: each.outcome for each in known}
 
 
 def read_equivalent() -> dict[str, str]:
@@ -179,22 +166,17 @@ def main(arguments: Sequence[str]) -> int:
         for number, mutant in enumerate(mutants, 1):
             print(f"{number:3} {mutant.path}:{mutant.line} {mutant.where}: {mutant.change}")
         return 0
-    RESULTS.parent.mkdir(exist_ok=True)
-    if options.fresh:
-        RESULTS.unlink(missing_ok=True)
-    outcomes = read_results()
-    if options.again:
-        outcomes = {key: outcome for key, outcome in outcomes.items() if outcome.killed}
+    kept = Kept(ROOT / "build" / "mutants.jsonl", Outcome, fresh=options.fresh)
+    outcomes = kept.found
+    known = {key for key, outcome in outcomes.items() if outcome.killed or not options.again}
     jobs: dict[str, tuple[str, int | None]] = {key: (path, None) for key, path in CONTROLS.items()}
     jobs |= {mutant.key: (mutant.path, mutant.index) for mutant in mutants}
-    left = {key: job for key, job in jobs.items() if key not in outcomes and options.match in job[0]}
-    with RESULTS.open("ab") as file, ThreadPoolExecutor(options.jobs) as pool:
+    left = {key: job for key, job in jobs.items() if key not in known and options.match in job[0]}
+    with ThreadPoolExecutor(options.jobs) as pool:
         running = {pool.submit(run_tests, *job): key for key, job in left.items()}
         for number, done in enumerate(as_completed(running), 1):
             key, outcome = running[done], done.result()
-            outcomes[key] = outcome
-            file.write(msgspec.json.encode(Known(key, outcome)) + b"\n")
-            file.flush()
+            kept.add(key, outcome)
             verdict = f"killed by {outcome.test}" if outcome.killed else "SURVIVED"
             print(f"{number}/{len(left)} {key}: {verdict} in {outcome.seconds:.1f} s", flush=True)
     return 0 if options.match else report(mutants, outcomes)
@@ -210,9 +192,9 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
         if mutant.place not in equivalent:
             print(f"SURVIVED {mutant.path}:{mutant.line} {mutant.place}")
     killed = len(mutants) - len(survived)
-    share = killed / len(mutants)
     failed = sum(outcomes[control].killed for control in CONTROLS)
-    other = len(mutants) - proven
+    counts = {"mutants killed, of all": len(mutants)}
+    counts["without those shown to be equivalent"] = len(mutants) - proven
     modules = Counter(Path(mutant.path).stem for mutant in mutants)
     lost = Counter(Path(mutant.path).stem for mutant in survived)
     return record(
@@ -225,17 +207,9 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
             "detokenizer. Each is killed by the first unit test of its module that fails. Every one of them, "
             "and what became of it, is in [mutants.txt](reliability/mutants.txt).",
             bars=[
-                Bar(
-                    "mutants killed, of all",
-                    "≥ 90 %",
-                    f"{killed} of {len(mutants)}, {share:.1%}",
-                    share >= 0.9,
-                ),
-                Bar(
-                    "without those shown to be equivalent",
-                    "≥ 90 %",
-                    f"{killed} of {other}, {killed / other:.1%}",
-                    killed / other >= 0.9,
+                *(
+                    Bar(what, "≥ 90 %", f"{killed} of {count}, {killed / count:.1%}", killed / count >= 0.9)
+                    for what, count in counts.items()
                 ),
                 Bar("failures on the source as it is", "0", f"{failed} of {len(CONTROLS)} runs", not failed),
             ],

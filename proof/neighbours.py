@@ -9,9 +9,8 @@ times the inter-token target, the first use of each kind included. Beside sample
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from bench.command import conclude, run_command, serving
 from bench.peers import ServerSettings
 from bench.report import Table
 from proof.command import make_parser
+from tests.driver.server import wait_for
 
 TARGET_S = 0.25  # the default of --target-itl-ms
 MAX_GAP, MIN_SPEED = 1.5, 0.8
@@ -87,25 +87,16 @@ class PlainStream:
         self._clock = clock
         self.times: list[float] = []
 
-    def read(
-        self, tokens: int, then: Callable[[], None] = lambda: None, stopped: Event | None = None
-    ) -> None:
-        """Read it to its end, or until it is stopped; `then` is called after `WARM_UP` tokens."""
+    def read(self, tokens: int, stopped: Event | None = None) -> None:
+        """Read it to its end, or until it is stopped."""
         body = {"prompt": PROSE, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         with CLIENT.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     self.times.append(self._clock())
-                    if len(self.times) == WARM_UP:
-                        then()
                 if stopped is not None and stopped.is_set():
                     return
-
-    @property
-    def longest_gap_s(self) -> float:
-        counted = self.times[WARM_UP - 1 :]
-        return max(after - before for before, after in pairwise(counted))
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,30 +114,6 @@ def ask(url: str, fields: Mapping[str, Any], tokens: int, stopped: Event) -> Non
         for _ in response.iter_lines():
             if stopped.is_set():
                 return
-
-
-@contextmanager
-def beside(url: str, fields: Mapping[str, Any], tokens: int) -> Iterator[Callable[[], None]]:
-    """Starts the neighbours when called; they are gone when the block is left. Raises what they raise."""
-    stopped = Event()
-    with ThreadPoolExecutor(NEIGHBOURS) as pool:
-        running: list[Any] = []
-        try:
-            yield lambda: running.extend(
-                pool.submit(ask, url, fields, tokens, stopped) for _ in range(NEIGHBOURS)
-            )
-        finally:
-            stopped.set()
-        for each in running:
-            each.result(PATIENCE_S)
-
-
-def longest_gap(url: str, fields: Mapping[str, Any], tokens: int = 8) -> float:
-    """Of a plain stream while costly requests arrive, are computed and end."""
-    stream = PlainStream(url)
-    with beside(url, fields, tokens) as start:
-        stream.read(WARM_UP + COUNTED, start)
-    return stream.longest_gap_s
 
 
 def gaps_of_all(
@@ -184,27 +151,23 @@ def gaps_of_all(
 
 def speed(url: str, fields: Mapping[str, Any]) -> float:
     """Tokens a second of a plain stream while all neighbours generate."""
-    with beside(url, {"ignore_eos": True, **fields}, 4096) as start:
-        start()
-        deadline = time.monotonic() + PATIENCE_S
-        while count_running(url) < NEIGHBOURS and time.monotonic() < deadline:
-            time.sleep(0.05)
-        stream = PlainStream(url)
-        stream.read(COUNTED)
-    with suppress(AssertionError):
-        wait_idle(url)
+    stream, stopped = PlainStream(url), Event()
+    with ThreadPoolExecutor(NEIGHBOURS) as pool:
+        endless = {"ignore_eos": True, **fields}
+        running = [pool.submit(ask, url, endless, 4096, stopped) for _ in range(NEIGHBOURS)]
+        try:
+            wait_for(lambda: count_running(url) == NEIGHBOURS, PATIENCE_S)
+            stream.read(COUNTED)
+        finally:
+            stopped.set()
+        for each in running:
+            each.result(PATIENCE_S)
+    wait_for(lambda: not count_running(url), PATIENCE_S)
     return stream.tokens_per_s
 
 
 def count_running(url: str) -> int:
     return len(CLIENT.get(f"{url}/debug/kv").json()["leases"])
-
-
-def wait_idle(url: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while count_running(url):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def run_neighbours(
@@ -219,17 +182,17 @@ def run_neighbours(
     with serving("neighbours", settings, command, logs, ("--draft-tokens", "0")) as server:
         url = f"http://{server.address.host}:{server.address.port}"
         CLIENT.post(f"{url}/v1/completions", json={"prompt": PROSE, "max_tokens": 8})
-        gaps: dict[str, list[float]] = {"greedy": []}
+        gaps: dict[str, list[float]] = {}
         speeds: dict[str, list[float]] = {}
         for number in range(rounds):
-            for name, fields in {"greedy": {"temperature": 0}, **kinds(number)}.items():
-                gaps.setdefault(name, []).append(longest_gap(url, fields))
-                wait_idle(url)
-                if name == "greedy" or name in PREFILL:
-                    continue
-                pair = (speed(url, fields), speed(url, {"temperature": 0}))
-                speeds.setdefault(name, []).append(pair[0] / pair[1])
-                print(f"{name}: {gaps[name][-1]:.3f} s, {pair[0]:.1f} against {pair[1]:.1f}", flush=True)
+            for name, gap_s in gaps_of_all(url, number, NEIGHBOURS).items():
+                gaps.setdefault(name, []).append(gap_s)
+            wait_for(lambda: not count_running(url), PATIENCE_S)
+            for name, fields in kinds(number).items():
+                if name not in PREFILL:
+                    pair = (speed(url, fields), speed(url, {"temperature": 0}))
+                    speeds.setdefault(name, []).append(pair[0] / pair[1])
+                    print(f"{name}: {gaps[name][-1]:.3f} s, {pair[0]:.1f} against {pair[1]:.1f}", flush=True)
     rows, failed = [], False
     for name, found in gaps.items():
         gap = median(found)

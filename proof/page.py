@@ -28,7 +28,7 @@ STREAMS = 8
 MAX_PAGE_SHARE = 0.05  # of a core
 MAX_LIVE_MS = 5.0  # of CPU a second, with four listeners
 REQUESTS, CLIENTS, PROMPT, ANSWER = 200, 32, 80, 160
-# As pressure.py: a quarter of the cells that eight requests need, so that they preempt each other.
+# A quarter of the cells that eight requests need, so that they preempt each other.
 PRESSURE = ("--parallel", "8", "--unified-kv", "--ctx-size", "512", "--max-request-tokens", "256")
 
 

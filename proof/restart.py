@@ -53,15 +53,8 @@ def run_restart(
             with serving(f"restart-{number}-warm", settings, command, logs, flags) as server:
                 warm_s, cached, prompt = _first_token(server, text, f"warm {number}")
             ratios.append(warm_s / cold_s)
-            rows.append(
-                (
-                    f"{number + 1}",
-                    f"{cold_s:.3f}",
-                    f"{warm_s:.3f}",
-                    f"{ratios[-1]:.3f}",
-                    f"{cached} of {prompt}",
-                )
-            )
+            figures = (f"{each:.3f}" for each in (cold_s, warm_s, ratios[-1]))
+            rows.append((f"{number + 1}", *figures, f"{cached} of {prompt}"))
             print(f"round {number + 1} of {rounds}: {ratios[-1]:.3f}", file=sys.stderr, flush=True)
     failed = median(ratios) > MAX_RATIO
     verdict = f"{'FAIL' if failed else 'pass'}: {median(ratios):.3f}, the bar is {MAX_RATIO}"

@@ -60,18 +60,8 @@ def build() -> None:
     os.environ["CLLM_CACHE_DIR"] = str(FOLDER / "cache")
     sampling = sampling_path()
     sampling.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *compiler.c,
-        "-O1",
-        *FLAGS,
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        str(SAMPLING_SOURCE),
-        "-o",
-        str(sampling),
-    ]
-    subprocess.run(command, check=True)
+    options = ("-O1", *FLAGS, "-shared", "-fPIC", "-pthread")
+    subprocess.run([*compiler.c, *options, str(SAMPLING_SOURCE), "-o", str(sampling)], check=True)
 
 
 def make_environment(compiler: Compiler) -> dict[str, str]:
@@ -172,29 +162,19 @@ def main(arguments: Sequence[str]) -> int:
     found = [log.read_text(errors="replace").splitlines()[:3] for log in sorted(LOGS.iterdir())]
     slopes = {name: slope(each) if each else float("inf") for name, each in sizes.items()}
     requests = BLOCK * (BLOCKS - WARM_UP)
-    bars = [Bar("invalid accesses", "0", f"{len(found)}", not found)]
-    bars += [
-        Bar("contract tests that fail", "0", f"{failed} of {passed + failed}", passed > 0 and not failed)
+    limit = f"≤ {MAX_GROWTH} bytes each"
+    bars = [
+        Bar("invalid accesses", "0", f"{len(found)}", not found),
+        Bar("contract tests that fail", "0", f"{failed} of {passed + failed}", passed > 0 and not failed),
+        *(
+            Bar(f"{name}: growth over {requests} requests", limit, f"{each:.1f}", each <= MAX_GROWTH)
+            for name, each in slopes.items()
+        ),
     ]
-    bars += [
-        Bar(
-            f"{name}: growth over {requests} requests",
-            f"≤ {MAX_GROWTH} bytes each",
-            f"{each:.1f}",
-            each <= MAX_GROWTH,
-        )
-        for name, each in slopes.items()
-    ]
-    series = [
-        Series(
-            title=f"{name}: allocated",
-            x=[BLOCK * (number + 1) for number in range(len(each))],
-            y=[size / 2**20 for size in each],
-            x_label="requests",
-            y_label="MiB",
-        )
-        for name, each in sizes.items()
-    ]
+    series = []
+    for name, each in sizes.items():
+        x = [BLOCK * (number + 1) for number in range(len(each))]
+        series.append(Series(f"{name}: allocated", "MiB", [size / 2**20 for size in each], "requests", x))
     return record(
         Evidence(
             name="sanitizer",

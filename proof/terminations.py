@@ -129,17 +129,13 @@ def main(arguments: Sequence[str]) -> int:
     terms, kills = found.outcomes["SIGTERM"], found.outcomes["kill -9"]
     limit_s, longest_s = DRAIN_S + MARGIN_S, max(found.ended_s)
     readable = found.outcomes["known prompt came from disk"]
+    known = f"starts after an end ({kills} of them kill -9) that found the known prompt on disk"
     bars = [
         Bar("SIGTERM: exit 0, no process left", f"{terms}", f"{terms - len(found.faults)}", not found.faults),
         Bar(
             "longest end", f"≤ drain limit + 2 s = {limit_s:g} s", f"{longest_s:.2f} s", longest_s <= limit_s
         ),
-        Bar(
-            f"starts after an end ({kills} of them kill -9) that found the known prompt on disk",
-            f"{options.count - 1}",
-            f"{readable}",
-            readable == options.count - 1,
-        ),
+        Bar(known, f"{options.count - 1}", f"{readable}", readable == options.count - 1),
     ]
     return record(
         Evidence(

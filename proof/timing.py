@@ -31,16 +31,8 @@ PROMPT_BYTES = 400  # capital letters: a token each
 ALPHA, PLAIN = 0.001, 1e-6
 WARM_UP = 20
 SETTINGS = (
-    "--parallel",
-    "2",
-    "--ctx-size",
-    "16384",
-    "--slots",
-    "12",
-    "--threads",
-    "1",
-    "--draft-tokens",
-    "0",
+    *("--parallel", "2", "--ctx-size", "16384", "--slots", "12"),
+    *("--threads", "1", "--draft-tokens", "0"),
 )
 
 
@@ -160,9 +152,8 @@ def make_evidence(samples: dict[str, Sample], seed: int) -> Evidence:
     for title, sample in others:
         found = f"p = {sample.p_value:.3g}, {sample.gap_ms:+.3f} ms, {len(sample.known):,} tries of each"
         bars.append(Bar(title, f"p > {ALPHA:g}", found, sample.p_value > ALPHA))
-        bars.append(
-            Bar(f"tries: {title}", f"{TRIES:,}", f"{len(sample.known):,}", len(sample.known) >= TRIES)
-        )
+        tries = len(sample.known)
+        bars.append(Bar(f"tries: {title}", f"{TRIES:,}", f"{tries:,}", tries >= TRIES))
     plotted = samples["B, the prompt of A"]
     return Evidence(
         name="timing",

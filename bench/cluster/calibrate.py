@@ -6,28 +6,27 @@ prompts of random lengths come at random times to both, some of them at the same
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import statistics
-import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import numpy as np
 
-from bench.cluster.policies import POLICIES
 from bench.cluster.replica import ReplicaSize, StepCosts
 from bench.cluster.simulation import Setup, Simulation
 from bench.cluster.trace import TraceRequest
 from bench.command import serving
-from bench.peers import ServerSettings
+from bench.figures import LoadResult, gaps, percentile
+from bench.load import run_load
+from bench.peers import RunningPeer, ServerSettings
 from bench.report import Table
+from bench.wire import OpenAIApi
+from bench.workloads import BenchRequest, GroupPlan, Plan, Session
+from bench.workloads.text import words
 
 SLOTS = 4
 LENGTHS = (64, 192, 448, 896, 1600)
@@ -48,41 +47,41 @@ class Sample(NamedTuple):
     attended: float
 
 
-class Client:
-    """Asks a server for prompts of so many tokens, never cached."""
+class Asker:
+    """Asks a server for prompts that are never cached."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
-        self._random = random.Random(5)
-        self._lock = threading.Lock()
+    def __init__(self, server: RunningPeer) -> None:
+        self._server = server
+        self._count = 0
 
-    def ask(self, tokens: int, answer_tokens: int) -> list[float]:
-        """Seconds from sending to each token."""
-        with self._lock:
-            prompt = [self._random.randrange(1000, 40_000) for _ in range(tokens)]
-        body = {"prompt": prompt, "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "cache_prompt": False, "speculate": False}
-        times, began = [], time.perf_counter()
-        with self._http.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                    times.append(time.perf_counter() - began)
-        return times
+    def ask(self, requests: Sequence[TraceRequest]) -> LoadResult:
+        """Each at its own time."""
+        sessions = []
+        for request in requests:
+            self._count += 1
+            text = words(f"calibrate {self._count}", request.tokens)  # a word is a token or two
+            sessions.append(Session((BenchRequest(text, request.answer_tokens),), request.at_s))
+        plan = Plan("calibrate", (GroupPlan("requests", 0, tuple(sessions)),))
+        load = run_load(self._server.address, OpenAIApi(cache_prompt=False, speculate=False), plan)
+        assert not load.errors, load.errors[0]
+        return load
 
 
-def fit_costs(client: Client, chunk: int) -> StepCosts:
+def one(tokens: int, answer_tokens: int) -> TraceRequest:
+    return TraceRequest("", 0.0, tokens, answer_tokens, ())
+
+
+def fit_costs(asker: Asker, chunk: int) -> StepCosts:
     """What a step takes there, by least squares; no part is less than nothing."""
     samples = []
-    for tokens in LENGTHS:
-        seconds = min(client.ask(tokens, 2)[0] for _ in range(REPEATS))
-        steps = -(-tokens // chunk)
-        samples.append(Sample(seconds, steps, tokens, 0, tokens * tokens / 2))
+    for length in LENGTHS:
+        answers = [asker.ask([one(length, 2)]).completions[0] for _ in range(REPEATS)]
+        seconds, tokens = min((each.first_token_s or 0.0, each.prompt_tokens or 0) for each in answers)
+        samples.append(Sample(seconds, -(-tokens // chunk), tokens, 0, tokens * tokens / 2))
     for rows in ROWS:
-        with ThreadPoolExecutor(rows) as pool:
-            answers = list(pool.map(lambda _: client.ask(64, 48), range(rows)))
-        gap_s = statistics.median(b - a for times in answers for a, b in itertools.pairwise(times))
-        samples.append(Sample(gap_s, 1, 0, rows, rows * 88))
+        load = asker.ask([one(64, 48)] * rows)
+        context = statistics.mean(each.prompt_tokens or 0 for each in load.completions) + 24
+        samples.append(Sample(statistics.median(gaps([load])), 1, 0, rows, rows * context))
     columns = np.array([sample[1:] for sample in samples])
     weights = 1 / np.array([sample.seconds for sample in samples])  # relative errors count
     kept = list(range(columns.shape[1]))
@@ -113,61 +112,42 @@ def make_requests(costs: StepCosts, seed: int = 3) -> list[TraceRequest]:
     return requests
 
 
-def play(client: Client, requests: Sequence[TraceRequest]) -> list[float]:
-    """Seconds to the first token of each, on the real server."""
-    began = time.perf_counter()
-
-    def ask(request: TraceRequest) -> float:
-        time.sleep(max(0.0, began + request.at_s - time.perf_counter()))
-        return client.ask(request.tokens, request.answer_tokens)[0]
-
-    with ThreadPoolExecutor(len(requests)) as pool:
-        return list(pool.map(ask, requests))
-
-
 def calibrate(out: Path | None) -> int:
     """Print both; 0 if mean, median and p95 of the time to first token agree within a quarter.
 
     With `out` what was measured is written there, too.
     """
-    assert "least requests" in POLICIES
     chunk = 512
-    settings = ServerSettings(parallel=SLOTS, threads=2)
-    flags = (
-        "--batch-tokens",
-        str(chunk),
-        "--draft-tokens",
-        "0",
-        "--ctx-size",
-        str(SLOTS * 4096),
-    )
+    settings = ServerSettings(parallel=SLOTS, ctx_size=SLOTS * 4096, threads=2)
+    flags = ("--batch-tokens", str(chunk), "--draft-tokens", "0")
     with serving("calibrate", settings, flags=flags) as server:
-        client = Client(server.address.url)
-        client.ask(200, 8)
-        costs = fit_costs(client, chunk)
+        asker = Asker(server)
+        asker.ask([one(200, 8)])
+        costs = fit_costs(asker, chunk)
         requests = make_requests(costs)
-        real = play(client, requests)
+        answers = asker.ask(requests).completions
+    real = [each.first_token_s or 0.0 for each in answers]
+    # Simulated are prompts of as many tokens as they had.
+    asked = zip(requests, answers, strict=True)
+    requests = [each._replace(tokens=answer.prompt_tokens or 0) for each, answer in asked]
     if out is not None:
         found = {"costs": asdict(costs), "first_s": real}
         (out / "calibration.json").write_text(json.dumps(found, indent=1) + "\n")
     size = ReplicaSize(slots=SLOTS, chunk_tokens=chunk, cache_blocks=0)
     result = Simulation(Setup("least requests", 1, costs=costs, size=size), requests).run()
+    figures: dict[str, Callable[[Sequence[float]], float]] = {
+        "mean": statistics.fmean,
+        "median": statistics.median,
+        "p95": lambda values: percentile(values, 95),
+    }
     rows, worst = [], 0.0
-    for name, figure in (("mean", statistics.fmean), ("median", statistics.median), ("p95", _p95)):
+    for name, figure in figures.items():
         measured, simulated = figure(real), figure(result.first_s)
         worst = max(worst, abs(simulated / measured - 1))
-        rows.append(
-            (name, f"{measured:.3f} s", f"{simulated:.3f} s", f"{100 * (simulated / measured - 1):+.0f} %")
-        )
+        apart = f"{100 * (simulated / measured - 1):+.0f} %"
+        rows.append((name, f"{measured:.3f} s", f"{simulated:.3f} s", apart))
     print(Table(("TTFT", "real server", "simulated", "difference"), rows).markdown())
     print(f"\n{REQUESTS} requests; {costs}")
-    print(
-        "pass"
-        if worst <= MAX_ERROR
-        else f"FAIL: {100 * worst:.0f} % apart, the bar is {100 * MAX_ERROR:.0f} %"
-    )
+    apart = f"{100 * worst:.0f} % apart, the bar is {100 * MAX_ERROR:.0f} %"
+    print(f"{'pass' if worst <= MAX_ERROR else 'FAIL'}: {apart}")
     return int(worst > MAX_ERROR)
-
-
-def _p95(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.95 * len(values))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from enum import Enum
 from bench.cluster.policies import POLICIES, Expected, Policy
 from bench.cluster.replica import Job, ReplicaSize, SimulatedReplica, StepCosts
 from bench.cluster.trace import TraceRequest
+from bench.figures import percentile
 
 REPORT_S = 2.0  # between two reports of a replica
 RETURN_S = 10.0  # from a replica's death to its return, with an empty cache
@@ -58,12 +58,9 @@ class Result:
     decision_s: list[float] = field(default_factory=list)
     took_s: float = 0.0  # of one core
 
-    def percentile(self, part: float) -> float:
-        return sorted(self.first_s)[min(len(self.first_s) - 1, int(part * len(self.first_s)))]
-
     @property
-    def mean(self) -> float:
-        return statistics.fmean(self.first_s)
+    def p95_s(self) -> float:
+        return percentile(self.first_s, 95)
 
 
 class Simulation:

@@ -21,18 +21,11 @@ def make_tables(rows: list[dict[str, Any]]) -> str:
         bare = {row["streams"]: row["tokens_per_second"] for row in own if row["server"] == BARE}
         kinds = dict.fromkeys((row["server"], row["temperature"]) for row in own)
         lines = []
-        for server, temperature in kinds:
-            found = {
-                row["streams"]: row
-                for row in own
-                if (row["server"], row["temperature"]) == (server, temperature)
-            }
-            label = server + (f", sampled at {temperature}" if temperature else "")
+        for kind in kinds:
+            found = {row["streams"]: row for row in own if (row["server"], row["temperature"]) == kind}
+            label = kind[0] + (f", sampled at {kind[1]}" if kind[1] else "")
             lines.append((label, *(_cell(found.get(count), bare.get(count)) for count in streams)))
-        heads = (
-            f"{model}, tokens/s",
-            *(f"{count} streams" if count > 1 else "1 stream" for count in streams),
-        )
+        heads = (f"{model}, tokens/s", *(f"{count} stream{'s' * (count > 1)}" for count in streams))
         parts.append(Table(heads, lines).markdown())
     return "\n\n".join(parts)
 

@@ -109,7 +109,6 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 QUIET, BUSY = "quiet", "busy"
-_OLD_NAMES = {"most_rounds": "max_rounds", "most_quick_rounds": "max_quick_rounds"}
 
 
 def clients_label(clients: int) -> str:
@@ -125,10 +124,7 @@ def clients_of(condition: str) -> int | None:
 def read_file(path: Path) -> Definition:
     """Raises SetupError with the file's name and what is wrong in it."""
     try:
-        fields = {
-            _OLD_NAMES.get(name, name): value for name, value in tomllib.loads(path.read_text()).items()
-        }
-        definition = msgspec.convert(fields, Definition)
+        definition = msgspec.convert(tomllib.loads(path.read_text()), Definition)
     except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
         raise SetupError(f"{path}: {error}") from None
     definition = msgspec.structs.replace(definition, folder=str(path.parent))

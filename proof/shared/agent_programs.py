@@ -262,18 +262,11 @@ class Aider(PythonProgram):
         (home / ".aider.model.metadata.json").write_text(json.dumps({f"openai/{MODEL}": about}))
 
     def command(self, prompt: str, home: Path, url: str, *, later: bool) -> Sequence[str]:
-        flags = (
-            "--yes-always",
-            "--no-git",
-            "--no-check-update",
-            "--analytics-disable",
-            "--no-pretty",
-            "--no-stream",
-        )
+        flags = ("--yes-always", "--no-git", "--no-check-update", "--analytics-disable")
         model = (*self.settings(url)[1], "--file", "notes.txt", "--map-tokens", "0")
         more = ("--restore-chat-history",) if later else ()
         executable = str(self.folder / "bin" / "aider")
-        return (executable, *flags, *model, *more, "--message", prompt)
+        return (executable, *flags, "--no-pretty", "--no-stream", *model, *more, "--message", prompt)
 
     def change_file(self, file: Path) -> Sequence[str]:
         block = f"<<<<<<< SEARCH\n{BEFORE}=======\n{AFTER}>>>>>>> REPLACE"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from bench.wire import Address
-from cllm.errors import SetupError
+from bench.client import PlainClient
 
 TIE = 0.05  # logits closer than this (alone) may be sampled either way under load
-PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +59,8 @@ def compare(alone: Sequence[Answer], crowded: Sequence[Answer], tie: float = TIE
     return Verdict(same, parted, ties, compared, tuple(faults), tuple(wrong))
 
 
-class Client:
+class Client(PlainClient):
     """Greedy requests to a server, on a connection each. May be used from several threads."""
-
-    def __init__(self, address: Address, key: str = "") -> None:
-        self._address = address
-        self._key = {"authorization": f"Bearer {key}"} if key else {}
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
         """Complete tokens. They come back as ids, because texts of different tokens can be alike."""
@@ -104,35 +96,6 @@ class Client:
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.call("POST", "/tokenize", {"content": text})["tokens"])
-
-    def metrics(self) -> dict[str, float]:
-        """Every sample of `/metrics`, by its name with its labels."""
-        lines = self.fetch("GET", "/metrics").decode().splitlines()
-        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
-
-    def call(self, method: str, path: str, body: Any = None) -> Any:
-        return json.loads(self.fetch(method, path, body))
-
-    def fetch(self, method: str, path: str, body: Any = None) -> bytes:
-        """Raises SetupError for anything but 200: no request may fail here."""
-        with self.open(method, path, body) as response:
-            answer = response.read()
-        if response.status != 200:
-            raise SetupError(f"{path} was answered {response.status}: {answer[:300]!r}")
-        return answer
-
-    def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """A response whose connection ends with it."""
-        connection = http.client.HTTPConnection(*self._address, timeout=PATIENCE_S)
-        data = None if body is None else json.dumps(body)
-        headers = {
-            "connection": "close",
-            **self._key,
-            **({"content-type": "application/json"} if data else {}),
-        }
-        connection.request(method, path, data, headers)
-        return connection.getresponse()
 
 
 _GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -10,47 +10,13 @@ from typing import Any
 
 HOST = b"Host: 127.0.0.1\r\n"
 ODD: tuple[bytes, ...] = (
-    b"\0",
-    b"\r",
-    b"\n",
-    b"\r\n",
-    b"\r\n\r\n",
-    b"\xff",
-    b"\xc3",
-    b"\x80",
-    b" ",
-    b"\t",
-    b":",
-    b"%00",
-    b"%2e%2e",
-)
-ODD += (
-    b"\x0b",
-    b"../",
-    b"\\",
-    b'"',
-    b"{",
-    b"[",
-    b"}",
-    b"\xe2\x80\xa8",
-    b"\xed\xa0\x80",
-    b"%",
-    b"#",
-    b"?",
-    b"1e999",
+    *(b"\0", b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"\xff", b"\xc3", b"\x80", b" ", b"\t", b":", b"%00"),
+    *(b"%2e%2e", b"\x0b", b"../", b"\\", b'"', b"{", b"[", b"}", b"\xe2\x80\xa8", b"\xed\xa0\x80"),
+    *(b"%", b"#", b"?", b"1e999"),
 )
 NUMBERS = (
-    b"-1",
-    b"0",
-    b"1",
-    b"99999999",
-    b"18446744073709551616",
-    b"9" * 400,
-    b"0x10",
-    b"+5",
-    b"5,5",
-    b" 5",
-    b"",
+    *(b"-1", b"0", b"1", b"99999999", b"18446744073709551616", b"9" * 400),
+    *(b"0x10", b"+5", b"5,5", b" 5", b""),
 )
 HEADERS = (
     b"Transfer-Encoding: chunked",
@@ -81,29 +47,12 @@ HEADERS = (
     b"Trailer: Content-Length",
 )
 METHODS = (
-    b"GET",
-    b"POST",
-    b"PUT",
-    b"DELETE",
-    b"HEAD",
-    b"OPTIONS",
-    b"TRACE",
-    b"CONNECT",
-    b"PRI",
-    b"get",
-    b"G\0T",
-    b"",
+    *(b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"TRACE", b"CONNECT", b"PRI", b"get"),
+    *(b"G\0T", b""),
 )
 VERSIONS = (
-    b"HTTP/1.0",
-    b"HTTP/1.1",
-    b"HTTP/0.9",
-    b"HTTP/2.0",
-    b"HTTP/1.10",
-    b"HTTP/9",
-    b"http/1.1",
-    b"HTTP/1.1 x",
-    b"",
+    *(b"HTTP/1.0", b"HTTP/1.1", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.10", b"HTTP/9", b"http/1.1"),
+    *(b"HTTP/1.1 x", b""),
 )
 
 
@@ -158,18 +107,8 @@ def change_body(draw: random.Random, head: bytes, body: bytes) -> Pieces:
     text = bytearray(body or b'{"prompt": "x"}')
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(text) + 1)
-        odd = (
-            *ODD,
-            *NUMBERS,
-            b"null",
-            b"NaN",
-            b"[" * 70,
-            b'"\\ud800"',
-            b"\\u0000",
-            b'"a":',
-            b"true",
-            b"1" * 300,
-        )
+        values = (b"null", b"NaN", b"[" * 70, b'"\\ud800"', b"\\u0000", b'"a":', b"true", b"1" * 300)
+        odd = (*ODD, *NUMBERS, *values)
         text[at : at + draw.choice((0, 0, 1, 3, 12))] = draw.choice(odd)
     line, _, rest = head.partition(b"\r\n")
     rest = re.sub(rb"Content-Length: \d+\r\n", b"", rest)
@@ -199,19 +138,10 @@ def change_line(draw: random.Random, head: bytes, body: bytes) -> Pieces:
     method = draw.choice(METHODS) if which == 0 else method
     version = draw.choice(VERSIONS) if which == 1 else version
     if which > 1:
-        tricks: tuple[bytes, ...] = (
-            b"http://evil.example" + target,
-            b"//" + target,
-            target + b"/..",
-            target + b"?" + b"a=" * 20_000,
-        )
-        tricks += (
-            b"/..%2f..%2fetc/passwd",
-            target + b"\0",
-            b"*",
-            b"",
-            b"/%ff%fe",
-            target + b";x",
+        long = target + b"?" + b"a=" * 20_000
+        tricks = (
+            *(b"http://evil.example" + target, b"//" + target, target + b"/..", long),
+            *(b"/..%2f..%2fetc/passwd", target + b"\0", b"*", b"", b"/%ff%fe", target + b";x"),
             b"/" + b"a" * 9000,
         )
         target = draw.choice(tricks)
@@ -229,12 +159,9 @@ def chunk_body(draw: random.Random, head: bytes, body: bytes) -> Pieces:
         )
         extension = draw.choice((b"", b"", b"", b";a=b", b";" + b"x" * 5000, b" "))
         parts.append(size + extension + draw.choice((b"\r\n",) * 6 + (b"\n", b"")) + piece + b"\r\n")
-    ends = (b"0\r\n\r\n",) * 4 + (
-        b"0\r\nX: y\r\n\r\n",
-        b"0\r\n",
-        b"",
-        b"0\r\nContent-Length: 5\r\n\r\n",
-        b"00000\r\n\r\n",
+    ends = (
+        *(b"0\r\n\r\n",) * 4,
+        *(b"0\r\nX: y\r\n\r\n", b"0\r\n", b"", b"0\r\nContent-Length: 5\r\n\r\n", b"00000\r\n\r\n"),
     )
     whole = _whole(rest + b"Transfer-Encoding: chunked\r\n", b"".join(parts) + draw.choice(ends))
     return [whole]

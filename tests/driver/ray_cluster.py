@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.footprint import descendants
+from bench.peers import free_port
 from cllm.testing import say
 from tests.driver.server import ROOT, alive, cpu_s, environment, wait_for
 
@@ -32,26 +34,10 @@ CLLM = ("-c", "from cllm.cli.main import main; main()")
 SCRIPTED = ("-c", "from cllm.testing import main; import sys; sys.exit(main(sys.argv[1:]))", "serve")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def read_command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return ""
-
-
-def list_tree(pid: int) -> list[int]:
-    """A process and all below it."""
-    found = [pid]
-    for each in found:
-        for task in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, task.read_text().split())
-    return found
 
 
 @dataclass
@@ -162,12 +148,11 @@ class RayCluster:
         counts = ("--replicas", str(replicas), "--cluster", self.address)
         self.cllm("deploy", str(step_ms), *model, *counts, *flags)
 
-    def start_gateway(self, module: str = "") -> None:
-        more = ("--engine-module", module) if module else ()
+    def start_gateway(self) -> None:
         port = ("--port", str(self.gateway_port), "--cluster", self.address)
         with self.log.open("ab") as log:
             self.gateway = subprocess.Popen(
-                [self.python, *SCRIPTED, *port, "--parallel", "64", "--log-level", "info", *more],
+                [self.python, *SCRIPTED, *port, "--parallel", "64", "--log-level", "info"],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
@@ -227,7 +212,7 @@ class RayCluster:
     @property
     def processes(self) -> list[int]:
         """Everything of Ray, without the gateway."""
-        own = set(list_tree(self.gateway.pid)) if self.gateway is not None else set()
+        own = set(descendants(self.gateway.pid)) if self.gateway is not None else set()
         return [
             int(path.name)
             for path in Path("/proc").glob("[0-9]*")

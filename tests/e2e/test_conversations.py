@@ -24,7 +24,6 @@ from proof.conversations import (
     run_conversations,
 )
 from proof.density import run_density
-from proof.pressure import run_pressure
 from proof.shared.answers import Answer, Client, compare
 from tests.driver.server import Server, environment
 
@@ -145,10 +144,3 @@ def test_texts_may_part_at_a_tie_and_nowhere_else() -> None:
     assert compare([alone], [tied("abXYZ")])[:4] == (0, 1, 1, 2)
     for wrong in (tied("aXcdef"), tied("abcdeX"), tied("abcde"), tied("abcdef", finish="stop")):
         assert len(compare([alone], [wrong]).faults) == 1
-
-
-def test_a_load_on_a_quarter_of_the_cells(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_pressure(tiny_model, 8, COMMAND, tmp_path) == 0, capsys.readouterr().out
-    assert " 0 wrong" in capsys.readouterr().out

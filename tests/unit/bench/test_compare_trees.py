@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.compare_trees import Rows, Tree, compare_steps
+from bench.compare_trees import WORKLOADS, Rows, SpeedComparison, Tree, compare_first, compare_steps
+from bench.peers import ServerSettings
+from bench.workloads import make_plan
 from cllm.errors import SetupError
 
 ROOT = Path(__file__).parents[3]
@@ -51,3 +53,48 @@ def test_each_bar_can_be_missed(
     compare_steps(TREES, 3, rows)
     assert rows.failed is bool(missed)
     assert [row[0] for row in rows.rows if "MISSED" in row[-1]] == [f"fake runner, {name}" for name in missed]
+
+
+def test_short_workloads_share_one_server_and_fit_their_time() -> None:
+    """Where a prompt token takes 6 ms, a row of eight 7.5 ms and a row alone 12 ms, about 10 to 20 s each."""
+    speed = SpeedComparison.of(WORKLOADS, ServerSettings())
+    assert (speed.settings.parallel, speed.settings.ctx_size) == (8, 24576)
+    for definition in speed.definitions:
+        seconds = 0.0
+        for group in make_plan(definition, 1, quick=True).groups:
+            row_s = 0.012 if definition.name == "single" else 0.0075
+            turns = [turn for session in group.sessions for turn in session.turns]
+            seconds += sum(0.006 * len(turn.prompt.split()) + row_s * turn.max_tokens for turn in turns)
+        seconds -= 0.006 * 800 * 15 if definition.name == "shared" else 0.0  # read once
+        assert 7 < seconds < 22, definition.name
+
+
+def test_pairs_take_turns_and_are_written_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+
+    def measure(self: SpeedComparison, tree: Tree, number: int, rows: Rows) -> None:
+        order.append(tree.name)
+        for name, rates in self.rates.items():
+            rates[tree.name].append(96.0 if tree.name == "new" and name == "chat" else 100.0)
+
+    monkeypatch.setattr(SpeedComparison, "_measure", measure)
+    rows = Rows(tmp_path / "out.jsonl")
+    SpeedComparison.of(("single", "chat"), ServerSettings()).run(TREES, 3, rows)
+    assert order == ["old", "new", "new", "old", "old", "new"]
+    assert [row[0] for row in rows.rows if "MISSED" in row[-1]] == ["chat, tokens/s"]
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["pair"] for line in lines if "pair" in line] == [1, 1, 2, 2, 3, 3]
+    assert "pair 3, chat: 100.00 → 96.00; so far 0.960" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("later_s", "failed"), [(1.4, False), (1.6, True)])
+def test_a_first_token_may_come_a_little_later(
+    monkeypatch: pytest.MonkeyPatch, later_s: float, failed: bool
+) -> None:
+    times = {"old": 2.0, "new": 2.0 + later_s}
+    monkeypatch.setattr(Tree, "measure_first", lambda tree, settings: times[tree.name])
+    rows = Rows()
+    compare_first(TREES, ServerSettings(), 3, rows)
+    assert rows.failed is failed

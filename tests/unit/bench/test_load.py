@@ -1,10 +1,12 @@
-"""The load generator against a small server: chats, open loops, late arrivals, chunks of several tokens."""
+"""The load generator against a small server: framing, chats, open loops, late arrivals, wide chunks."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 
 from bench.figures import LoadResult
 from bench.load import generate_load
-from bench.wire import Address, OpenAIApi
-from bench.workloads import BenchRequest, GroupPlan, Plan, Session
+from bench.wire import Address, Api, CllmApi, OpenAIApi
+from bench.workloads import BenchRequest, GroupPlan, Plan, Session, single_requests
 
 
 @dataclass
@@ -60,13 +62,17 @@ def _send(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
     writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
-def run(server: Endless, *groups: GroupPlan) -> LoadResult:
+def serve(handle: Callable[..., Coroutine[None, None, None]], api: Api, plan: Plan) -> LoadResult:
     async def main() -> LoadResult:
-        async with await asyncio.start_server(server.handle, "127.0.0.1", 0) as listening:
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
             address = Address(*listening.sockets[0].getsockname()[:2])
-            return await generate_load(address, OpenAIApi(), Plan("w", groups), 20)
+            return await generate_load(address, api, plan, 20)
 
     return asyncio.run(main())
+
+
+def run(server: Endless, *groups: GroupPlan) -> LoadResult:
+    return serve(server.handle, OpenAIApi(), Plan("w", groups))
 
 
 def ask(*prompts: str, tokens: int = 8, at_s: float = 0.0) -> Session:
@@ -154,3 +160,62 @@ def test_an_answer_of_the_wrong_length_is_an_error_unless_the_peer_cannot_know()
 
     assert "1 tokens instead of 8" in asyncio.run(main(True)).errors[0]
     assert asyncio.run(main(False)).errors == ()
+
+
+TOKENS = 10
+PLAN = single_requests("w", [BenchRequest("p", TOKENS)])
+
+
+def events() -> list[bytes]:
+    pieces = [{"id": "a", "token": f" w{number}\r\n\r\n", "done": False} for number in range(TOKENS)]
+    last = {"id": "a", "token": "", "done": True, "generated_tokens": TOKENS, "finish_reason": "length"}
+    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in [*pieces, last]]
+
+
+def response(kind: str, parts: list[bytes]) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    if kind == "chunked":
+        chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+        return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    body = b"".join(parts)
+    return head + (b"Content-Length: %d\r\n" % len(body) if kind == "length" else b"") + b"\r\n" + body
+
+
+def load_from(pieces: list[bytes]) -> LoadResult:
+    """What the load generator makes of a server that sends exactly these packets, then closes."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # the client may have had enough
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.0002)
+        writer.close()
+
+    return serve(handle, CllmApi(), PLAN)
+
+
+@pytest.mark.parametrize("kind", ["chunked", "length", "until closed"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_is_read_right_wherever_the_packets_are_cut(kind: str, seed: int) -> None:
+    raw = response(kind, events())
+    cuts = sorted(random.Random(seed).sample(range(1, len(raw)), 40))
+    load = load_from([raw[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True)])
+    assert load.errors == () and load.generated_tokens == TOKENS
+    assert len(load.completions[0].gaps_s) == TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nda", "mid-answer"),
+        (b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}", "429"),
+        (b"", "mid-answer"),
+        (response("length", [b'data: {"id": "a", "error": "engine died", "done": true}\n\n']), "engine died"),
+        (response("length", events()[:3]), ""),
+    ],
+)
+def test_what_went_wrong_is_an_error_and_not_a_figure(raw: bytes, words: str) -> None:
+    load = load_from([raw])
+    assert len(load.errors) == 1 and words in load.errors[0]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import StepTime
+from bench.client import BadAnswer, StepTime
 from bench.comparison import Comparison, ReferenceRound, Round
 from bench.figures import Completion, LoadResult
 from bench.peers import ServerSettings, parse_peer
 from bench.plots import draw
-from bench.report import write_json
+from bench.report import Spread, Table, write_json
 from bench.run import busy_neighbour
 from bench.summary import make_report, record
 from bench.workloads import BarLine, Definition, Group, built_in
@@ -147,9 +147,6 @@ def test_peers_are_spelled_in_these_ways(tmp_path: Path) -> None:
     (alone,) = parse_peer(str(server), settings, both_layouts=False)
     assert alone == both[0] or alone.command == both[0].command
     assert alone.command[alone.command.index("--threads") + 1] == "3"
-    (example,) = parse_peer("llama-cpp-python=/usr/bin/python3", settings, both_layouts=True)
-    assert example.command[:3] == ("/usr/bin/python3", "-m", "llama_cpp.server")
-    assert example.command[example.command.index("--n_ctx") + 1] == "128"
     for bad in ("vllm=/usr/bin/vllm", "https://host:1", "x=http://host:1/api", str(tmp_path / "none")):
         with pytest.raises(SetupError):
             parse_peer(bad, settings, both_layouts=False)
@@ -170,3 +167,35 @@ def test_the_neighbour_is_there_and_then_gone() -> None:
     assert not Path(f"/proc/{pid}").exists()
     with busy_neighbour(False) as pid:
         assert pid == 0
+
+
+def test_medians_carry_their_spread() -> None:
+    assert Spread.of([1, 9, 2]).show(0) == "2 (1–9)"
+    assert Table(("a", "b"), [("1", "x|y")]).markdown().count("\n") == 2
+
+
+METRICS = """# TYPE cllm_steps_total counter
+cllm_steps_total{kind="generate"} 6.0
+cllm_steps_total{kind="embed"} 4.0
+cllm_steps_interrupted_total 1.0
+cllm_step_seconds_total 2.0
+cllm_step_compute_seconds_total 1.5
+cllm_step_sample_seconds_total 0.1
+"""
+TRANSFERS = "cllm_kv_transfer_seconds_total 0.3\n"
+
+
+def test_kv_transfers_are_no_part_of_pythons_share() -> None:
+    before, now = StepTime(2, 1.0, 0.9, 0.05), StepTime.read(METRICS + TRANSFERS)
+    assert now == StepTime(10, 2.0, 1.5, 0.1, 0.3)
+    passed = now.since(before)
+    assert (passed.steps, passed.total_s) == (8, 1.0)
+    assert passed.sample_share == pytest.approx(0.05)
+    assert passed.transfer_share == pytest.approx(0.3) and passed.python_share == pytest.approx(0.1)
+
+
+def test_a_server_without_a_counter_of_transfers_is_read_too() -> None:
+    read = StepTime.read(METRICS)
+    assert read.transfer_s == 0 and read.python_share == pytest.approx(0.25)
+    with pytest.raises(BadAnswer, match="cllm_step_sample_seconds_total"):
+        StepTime.read(METRICS.replace("sample", "other"))

@@ -1,4 +1,4 @@
-"""The rows of `proof/cpus.py`, their library folders, the selected tests, and the table."""
+"""The rows of `proof/cpus.py`, their library folders, and the selected tests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.llm import LLM
-from cllm.models.store import embedded_model
-from proof.cpus import (
-    Row,
-    link_library,
-    plan_rows,
-)
-from proof.shared.model_tests import find_names
-from tests.driver.kinds import Kind
+from proof.cpus import Row, find_embedded, link_library, plan_rows
 
 SKYLAKE = {"x64": 1, "sse42": 5, "sandybridge": 21, "haswell": 64, "skylakex": 192, "alderlake": 0, "zen4": 0}
 GRAVITON2 = {"armv8.0_1": 1, "armv8.2_1": 3, "armv8.2_2": 7, "armv8.2_3": 0, "armv8.6_1": 0}
@@ -80,20 +72,6 @@ def test_a_folder_has_the_variants_of_its_row(row: Row, linked: set[str], tmp_pa
     assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in names}
 
 
-def open_embedded() -> object:
-    return embedded_model
-
-
-def test_names_are_found_in_helpers_of_tests() -> None:
-    def direct() -> object:
-        return [LLM for _ in range(1)]
-
-    def by_helper() -> object:
-        return open_embedded
-
-    def none() -> object:
-        return Kind
-
-    assert "LLM" in find_names([direct])
-    assert "embedded_model" in find_names([by_helper])
-    assert not {"LLM", "embedded_model"} & find_names([none])
+def test_files_are_found_by_what_opens_the_embedded_model() -> None:
+    found = find_embedded()
+    assert "tests/e2e/test_python_api.py" in found and "tests/e2e/test_page.py" not in found
