@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cllm.cli.terminal import AsJson, print_columns
 from cllm.errors import LibraryError, ModelFileError
@@ -32,7 +33,7 @@ from cllm.models.store import (
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
     ),
 ]
@@ -44,16 +45,11 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=2))
         return
-    rows = [
-        (
-            entry.model.name,
-            entry.model.quant,
-            format_size(entry.model.size),
-            entry.header.architecture if entry.header else "unreadable",
-            _WHERE.get(entry.model.source) or _shorten(entry.model.path.parent),
-        )
-        for entry in entries
-    ]
+    rows = []
+    for model, header in entries:
+        where = _WHERE.get(model.source) or _shorten(model.path.parent)
+        architecture = header.architecture if header else "unreadable"
+        rows.append((model.name, model.quant, format_size(model.size), architecture, where))
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
     for name, (here, size) in find_incomplete().items():
         shown = f"{format_size(here)} of {format_size(size)}"
@@ -104,7 +100,7 @@ def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
 
 def show_command(
     reference: Annotated[
-        str, typer.Argument(metavar="REF", help="A file, a folder, a name of the list, hf:… or ms:…")
+        str, Argument(metavar="REF", help="A file, a folder, a name of the list, hf:… or ms:…")
     ],
     model_dir: ModelDirs = None,
     as_json: AsJson = False,
@@ -168,8 +164,8 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def rm_command(
-    reference: Annotated[str, typer.Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    reference: Annotated[str, Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
     model_dir: ModelDirs = None,
 ) -> None:
     """Remove a model from this machine; asks first, and says what that frees."""

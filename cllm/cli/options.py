@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config
@@ -124,13 +125,13 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
         "hidden": meta.extra["rare"],
     }
     if field.name == "model":
-        return _keyword(field.name, Annotated[kind, typer.Argument(**option, show_default=False)], "")
+        return _keyword(field.name, Annotated[kind, Argument(**option, show_default=False)], "")
     if not isinstance(kind, type):
         kind, option["parser"] = str, _number_or_word
     flag = _flag(field.name) + (f"/{_flag('no_' + field.name)}" if kind is bool else "")
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
     value = kind | None if optional else kind
-    return _keyword(field.name, Annotated[value, typer.Option(flag, **option)], field.default)
+    return _keyword(field.name, Annotated[value, Option(flag, **option)], field.default)
 
 
 def _number_or_word(value: Any) -> Any:
@@ -142,7 +143,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 _OTHER: dict[str, Any] = {"is_eager": True, "rich_help_panel": "other"}
-_CONFIG_FILE = typer.Option(
+_CONFIG_FILE = Option(
     "--config",
     help="TOML file with these settings.",
     metavar="FILE",
@@ -150,7 +151,7 @@ _CONFIG_FILE = typer.Option(
     envvar="CLLM_CONFIG",
     **_OTHER,
 )
-_HELP_ALL = typer.Option(
+_HELP_ALL = Option(
     "--help-all", help="Show this message with all options.", callback=_show_all, show_default=False, **_OTHER
 )
 

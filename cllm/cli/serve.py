@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Argument
 
 from cllm.backend.compute_turns import share_turns
 from cllm.cli.options import with_options
@@ -48,9 +48,7 @@ MAX_SHOWN = 8  # names in the line that says what is served
 
 
 @with_options(EngineConfig, ServerConfig)
-def serve_command(
-    config: Config, more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
-) -> None:
+def serve_command(config: Config, more: Annotated[list[str] | None, Argument(hidden=True)] = None) -> None:
     """Serve GGUF models over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
     with contextlib.suppress(KeyboardInterrupt):
@@ -167,10 +165,10 @@ def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]
     common = make_common(config)
     if not references and (sections or config.server.all):
         return sections
-    found = [_find_section(reference, sections) or reference for reference in references or [""]]
+    named = {name.lower(): each for each in reversed(sections) for name in (each.name, *each.aliases)}
     return [
-        replace(common, engine=replace(config.engine, model=each)) if isinstance(each, str) else each
-        for each in found
+        named.get(each.lower()) or replace(common, engine=replace(config.engine, model=each))
+        for each in references or [""]
     ]
 
 
@@ -189,13 +187,6 @@ def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
     from cllm.models.store import scan_folder
 
     return len(scan_folder(Path(reference).expanduser(), deep=False)) > 1
-
-
-def _find_section(reference: str, sections: Sequence[ModelConfig]) -> ModelConfig | None:
-    wanted = reference.lower()
-    return next(
-        (each for each in sections if wanted in (name.lower() for name in (each.name, *each.aliases))), None
-    )
 
 
 def _read_section(name: str, table: Any, config: Config) -> ModelConfig:

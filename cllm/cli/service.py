@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from cllm.errors import SetupError
 from cllm.names import is_name, path_below
@@ -19,8 +20,8 @@ _KEPT = ("CLLM_CACHE_DIR", "CLLM_LIBRARY", "HF_HOME", "HF_ENDPOINT")  # where th
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 service_app = typer.Typer(help="Run the server as a systemd unit of this user.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Option("--name", help="The unit's name")]
-Print = Annotated[bool, typer.Option("--print", help="Print what would be done; change nothing")]
+Name = Annotated[str, Option("--name", help="The unit's name")]
+Print = Annotated[bool, Option("--print", help="Print what would be done; change nothing")]
 
 
 def make_unit(arguments: Sequence[str], directory: Path) -> str:

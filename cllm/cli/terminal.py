@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.cells import cell_len
+from typer import Option
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 # Control characters become visible signs; a line feed and a tab stay.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)

@@ -164,9 +164,7 @@ def test_a_process_of_its_own_answers() -> None:
     assert find_gpus() == ask_drivers(*BACKENDS)
 
 
-def test_a_driver_that_kills_its_process_is_a_problem_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_that_kills_its_process_is_a_problem_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "__file__", "-c")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (problem,) = find_gpus().problems

@@ -175,10 +175,7 @@ def test_a_module_is_known_by_what_it_is(tmp_path: Path) -> None:
 )
 def test_the_module_for_all_gpus_that_are_here_is_loaded(gpus: tuple[Gpu, ...], chosen: str | None) -> None:
     """ggml would use a GPU that the module has no code for, and abort."""
-    modules = [
-        Module(Path("any"), "vulkan", frozenset()),
-        Module(Path("h200"), "cuda", frozenset({"90"})),
-    ]
+    modules = [Module(Path("any"), "vulkan", frozenset()), Module(Path("h200"), "cuda", frozenset({"90"}))]
     if chosen == "both":
         modules.append(Module(Path("both"), "cuda", frozenset({"75", "90"})))
     found = choose_module(modules, Drivers(gpus))

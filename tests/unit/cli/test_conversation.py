@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, LocalAnswers, Piece, Transcript, read_text
+from cllm.cli.conversation import (
+    AnswerEnd,
+    AnswerStats,
+    Dialog,
+    LocalAnswers,
+    Message,
+    Piece,
+    Transcript,
+    read_text,
+)
 from cllm.cli.terminal import Screen
 from cllm.errors import ConfigError, EngineDied, InvalidRequest
 
@@ -16,7 +25,7 @@ def answered(*questions: str) -> Transcript:
     transcript = Transcript()
     for question in questions:
         transcript.ask(question)
-        transcript.answer(f"{question}!", "hm")
+        transcript.messages.append(Message("assistant", f"{question}!", "hm"))
     return transcript
 
 
@@ -31,8 +40,10 @@ def test_a_question_replaces_one_without_an_answer() -> None:
 def test_turns_are_dropped_from_the_end() -> None:
     transcript = answered("one", "two")
     assert transcript.drop_answer() and transcript.messages[-1].content == "two"
-    assert transcript.drop_turn() and transcript.drop_turn()
-    assert not transcript.drop_turn() and not transcript.drop_answer()
+    transcript.messages.pop()
+    assert transcript.drop_answer() and transcript.messages[-1].content == "one"
+    transcript.messages.pop()
+    assert not transcript.drop_answer()
 
 
 def test_messages_and_options_are_those_of_the_api() -> None:

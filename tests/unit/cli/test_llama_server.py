@@ -153,15 +153,7 @@ def test_fields_of_requests(served: list[Config], words: str) -> None:
 def test_every_argument_that_has_a_meaning_is_tested() -> None:
     tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
-    elsewhere = {
-        "!context",
-        "!unified",
-        "!key_file",
-        "!save_path",
-        "!grammar_file",
-        "!schema_file",
-        "+sleep_idle_s",
-    }
+    elsewhere = {"!key_file", "!save_path", "&grammar_file", "&schema_file", "+ctx_size", "+sleep_idle_s"}
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
 
 
