@@ -20,24 +20,8 @@ from typer import Argument, Option
 
 from cllm.cli.options import GroupedHelp, with_options
 from cllm.cli.prepare import PrepareTask, finish
-from cllm.cluster.deployment import (
-    SETTINGS,
-    ask_loads,
-    connect,
-    count_cpus,
-    deploy,
-    list_deployments,
-    list_nodes,
-    remove,
-)
-from cllm.cluster.directory import (
-    DEFAULT_PORT,
-    TOKEN_FILE,
-    RayDirectory,
-    digest_model,
-    name_deployment,
-    split_address,
-)
+from cllm.cluster import deployment, directory
+from cllm.cluster.directory import DEFAULT_PORT, RayDirectory, digest_model, name_deployment, split_address
 from cllm.cluster.replica import ReplicaSettings
 from cllm.config import Config, EngineConfig, PreparedModel
 from cllm.errors import ConfigError, SetupError
@@ -68,13 +52,13 @@ def make_token(path: Path) -> bool:
 
 
 def token_path() -> Path:
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", directory.TOKEN_FILE)).expanduser()
 
 
 def connect_to(cluster: str) -> str:
     """Connect to the head of a cluster; returns its HOST:PORT."""
     address = ":".join(map(str, split_address(cluster)))
-    connect(address)
+    deployment.connect(address)
     return address
 
 
@@ -83,7 +67,7 @@ def run_ray(arguments: Sequence[str], **variables: str) -> None:
     program = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")
     if program is None:
         raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'")
-    environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
+    environment = {**deployment.SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
     output, errors = (None, None) if "--block" in arguments else (subprocess.PIPE, subprocess.STDOUT)
     command, nothing = [program, *arguments], subprocess.DEVNULL
     done = subprocess.run(command, env=environment, stdin=nothing, stdout=output, stderr=errors, text=True)
@@ -167,9 +151,9 @@ def deploy_command(
     """Have replicas of a model computed by a cluster, or change them while the others serve."""
     address, engine = connect_to(cluster), config.engine
     if not engine.threads:
-        engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
+        engine = msgspec.structs.replace(engine, threads=2 if gpus else deployment.count_cpus())
     settings = make_settings(engine, drain_s)
-    deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
+    deployment.deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
     typer.echo(f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {address}")
 
 
@@ -205,15 +189,15 @@ def status_command(cluster: Address = LOCAL) -> None:
     console = Console(highlight=False)
     directory = RayDirectory(connect_to(cluster))
     nodes = Table("machine", "state", "CPUs", "GPUs", box=None)
-    for node in list_nodes():
+    for node in deployment.list_nodes():
         state = "alive" if node["alive"] else "gone"
         nodes.add_row(node["address"], state, f"{node.get('CPU', 0):.0f}", f"{node.get('GPU', 0):.0f}")
     console.print(nodes)
-    for name, (state, counts, message) in list_deployments().items():
+    for name, (state, counts, message) in deployment.list_deployments().items():
         listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
         console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
         addresses = directory.list(name)
-        loads = ask_loads(addresses)
+        loads = deployment.ask_loads(addresses)
         table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
         for each in addresses:
             if (load := loads.get(each.replica)) is None:
@@ -233,9 +217,9 @@ def down_command(
     """End a model's replicas, which drain; or end the cluster's processes on this machine."""
     if model:
         connect_to(cluster)
-        if model not in list_deployments():
-            raise ConfigError(f"there is no model {model} in the cluster: {', '.join(list_deployments())}")
-        remove(model)
+        if model not in (known := deployment.list_deployments()):
+            raise ConfigError(f"there is no model {model} in the cluster: {', '.join(known)}")
+        deployment.remove(model)
     else:
         run_ray(["stop", "--grace-period", "10"])
     typer.echo(f"{model} has ended" if model else "nothing of the cluster is left on this machine")

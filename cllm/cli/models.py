@@ -14,21 +14,10 @@ from typer import Argument, Option
 
 from cllm.cli.terminal import AsJson, print_columns
 from cllm.errors import LibraryError, ModelFileError
+from cllm.models import store
 from cllm.models.files import HubReference, format_size, parse_hub
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import (
-    CatalogEntry,
-    StoredModel,
-    find_incomplete,
-    find_parts,
-    find_stored,
-    find_users,
-    list_models,
-    plan_removal,
-    remove,
-    scan,
-    scan_folder,
-)
+from cllm.models.store import CatalogEntry, StoredModel
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
@@ -41,7 +30,7 @@ ModelDirs = Annotated[
 
 def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     """List the models of this machine: both hubs' caches, folders, and the embedded one."""
-    entries = list_models(_join(model_dir))
+    entries = store.list_models(_join(model_dir))
     if as_json:
         typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=2))
         return
@@ -51,7 +40,7 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
         architecture = header.architecture if header else "unreadable"
         rows.append((model.name, model.quant, format_size(model.size), architecture, where))
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
-    for name, (here, size) in find_incomplete().items():
+    for name, (here, size) in store.find_incomplete().items():
         shown = f"{format_size(here)} of {format_size(size)}"
         typer.echo(
             f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
@@ -84,7 +73,7 @@ def _as_dict(entry: CatalogEntry) -> dict[str, Any]:
 def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
     """The stored model that a reference names; the reference itself where its hub would have to be asked."""
     if reference := None if Path(text).expanduser().exists() else parse_hub(text):
-        return find_stored(reference) or reference
+        return store.find_stored(reference) or reference
     path = Path(text).expanduser()
     if path.is_dir():
         path = find_in_folder(path)
@@ -92,7 +81,7 @@ def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
         if is_path(text):
             raise ModelFileError(f"there is no model file at {path}")
         return find_by_name(text, folders)
-    for model in (*scan(folders), *scan_folder(path.parent, deep=False)):
+    for model in (*store.scan(folders), *store.scan_folder(path.parent, deep=False)):
         if path in model.files or path.absolute() in model.files:
             return model
     raise ModelFileError(f"{path} is no whole GGUF model")
@@ -171,11 +160,11 @@ def rm_command(
     """Remove a model from this machine; asks first, and says what that frees."""
     model = find_local(reference, _join(model_dir))
     stored = model if isinstance(model, StoredModel) else None
-    removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
+    removal = store.plan_removal(model) if isinstance(model, StoredModel) else store.find_parts(model)
     name = stored.name if stored else f"{model}, not complete"
     if not removal.paths:
         raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")
-    if users := find_users(removal.paths):
+    if users := store.find_users(removal.paths):
         process, command = next(iter(users.items()))
         raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
     where = stored.root if stored else removal.paths[0].parent
@@ -185,7 +174,7 @@ def rm_command(
             raise ModelFileError("nothing was removed: --yes removes it without asking")
         typer.confirm("remove it?", abort=True, err=True)
     try:
-        remove(stored, removal)
+        store.remove(stored, removal)
     except OSError as error:
         raise ModelFileError(str(error)) from None
     typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)

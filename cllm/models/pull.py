@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from cllm.build.toolchain import locked
 from cllm.errors import HubError, ModelFileError, SetupError
 from cllm.models.download import Download, RateLimit, describe_disk, has_hash
 from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, format_size, group_files
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 FIRST_HEAD = 1 << 20  # bytes of a file that are read for its header, four times as many each next time
 MAX_HEAD = 256 << 20
 DISK_RESERVE = 64 << 20  # bytes that a download leaves free
-LOCK_POLL_S = 0.2
 LINE_S = 15.0  # between lines of progress where there is no terminal
 Check = Callable[[Path], object]
 
@@ -133,11 +130,8 @@ class Pull:
     def __init__(self, hub: Hub, reference: HubReference, model: HubModel, options: PullOptions) -> None:
         self._hub, self._model, self._options = hub, model, options
         self._destination = make_destination(reference, model.commit, options.folder)
+        self.folder = self._destination.folder
         self._limit = RateLimit(options.limit)
-
-    @property
-    def folder(self) -> Path:
-        return self._destination.folder
 
     def run(self, check: Check | None = None) -> Path:
         """Pull what is missing; returns the first file. `check` may refuse the model by its header."""
@@ -146,7 +140,7 @@ class Pull:
             with ExitStack() as stack:
                 for paths in sorted(targets, key=lambda paths: paths.lock):
                     paths.final.parent.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(locked(paths.lock))
+                    stack.enter_context(locked(paths.lock, _report_waiting))  # as huggingface_hub does
                 return self._run(stack, check)
         except OSError as error:
             raise HubError(describe_disk(error, self.folder, self.missing_bytes())) from None
@@ -266,38 +260,12 @@ def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
         size *= 4
 
 
+def _report_waiting() -> None:
+    log.warning("another process pulls the same file: waiting for it")
+
+
 def free_bytes(folder: Path) -> int:
     """Measure the free space of the disk that a folder is on, or would be."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; another process that holds it is waited for. huggingface_hub takes the same locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waited = False
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-        except BlockingIOError:
-            same = False
-            if not waited:
-                log.warning("another process pulls the same file: waiting for it")
-            waited = True
-            time.sleep(LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                os.close(descriptor)
-                raise
-            same = True  # the file system has no locks
-        if same:
-            break
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -164,11 +164,12 @@ class Steps:
         self.done.append("library, forced" if force else "library")
         return Path("the-library")
 
-    def _compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> None:
+    def _compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> dict[str, str]:
         self.done.append(f"{' '.join(targets)}, {jobs} jobs")
         (work / "bin").mkdir()
         for name in ("libggml-vulkan.so", "libggml-base.so", "libggml.so"):
             (work / "bin" / name).touch()
+        return {"date": "today"}
 
 
 RADEON = Gpu("vulkan", "AMD Radeon", 16 << 30, "", "Vulkan 1.3")
@@ -184,7 +185,7 @@ def test_a_module_is_built_beside_the_library(
     assert library == "the-library" and "-vulkan-" in folder
     assert sorted(file.name for file in Path(folder).iterdir()) == ["bin", "build.json", "libggml-vulkan.so"]
     info = json.loads(Path(folder, "build.json").read_text())
-    assert info["backend"] == "vulkan" and info["seconds"] >= 0 and "date" in info
+    assert info["backend"] == "vulkan" and info["date"] == "today"
     assert not list((cache / "work").iterdir())
 
     assert build.main(["--gpu", "vulkan"]) == 0, "it is there"

@@ -11,12 +11,13 @@ from urllib.parse import quote
 import pytest
 
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.build.toolchain import locked
 from cllm.errors import ConfigError, HubError, ModelFileError, NotEnoughMemory
 from cllm.models import pull as module
 from cllm.models.download import Download
 from cllm.models.files import HubReference, parse_hub
 from cllm.models.hub import make_hub
-from cllm.models.pull import Pull, PullOptions, ensure, find_model, locked
+from cllm.models.pull import Pull, PullOptions, ensure, find_model
 from cllm.models.store import HfRepository, find_parts, find_stored, hf_cache
 from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import BIG_BYTES, REPO, SPLIT_REPO
@@ -196,9 +197,9 @@ def test_a_mirror_of_its_own_address(hub: FakeHub, monkeypatch: pytest.MonkeyPat
 
 def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    with locked(path):
+    with locked(path, list):
         path.unlink()
-        with locked(path):
+        with locked(path, list):
             assert path.exists()
 
 
