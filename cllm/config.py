@@ -60,9 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     offline: Annotated[bool, _option("Pull no model from a hub; use what is here.")] = False
-    alias: Annotated[str, _option("Name of the model in responses. Default: its file's.", metavar="NAME")] = (
-        ""
-    )
+    alias: Annotated[str, _option("The model's name in responses. Default: its file's.", metavar="NAME")] = ""
     chat_template: Annotated[
         str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
     ] = ""
@@ -78,9 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _rare("Several GPUs: whole layers on each (layer), rows of each matrix (row), none.", pattern=MODES),
     ] = "layer"
     main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
-    n_cpu_moe: Annotated[
-        int, _rare("Layers, from the first, whose experts (MoE) stay in the host's memory.", 0, 4096)
-    ] = 0
+    n_cpu_moe: Annotated[int, _rare("First layers whose experts (MoE) stay in host memory.", 0, 4096)] = 0
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
     poll: (
@@ -119,9 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
-    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, on disk.")] = (
-        True
-    )
+    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, disk.")] = True
     cache_ram_mb: Annotated[
         int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
     ] = 1024
@@ -189,7 +183,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, _option("Addresses to listen on, comma-separated.", metavar="ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on. 0: any free one.", 0, 65535)] = 18081
-    log_level: Annotated[str, _option("debug, info, warning or error.", metavar="LEVEL", pattern=LEVELS)] = (
+    log_level: Annotated[str, _option("debug, info, warning, error.", metavar="LEVEL", pattern=LEVELS)] = (
         "info"
     )
     queue_size: Annotated[int, _option("Waiting requests; one more gets a 429.", 1)] = 1024
@@ -197,10 +191,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_timeout_s: Annotated[float, _option("Time limit of one request, seconds. 0: none.", 0)] = 600.0
     drain_s: Annotated[float, _option("Time for requests to finish after SIGTERM, seconds.", 0)] = 30.0
     cluster: Annotated[
-        str,
-        _option(
-            "Replicas of this cluster (`cllm cluster`) compute; HOST:PORT of its head.", metavar="ADDRESS"
-        ),
+        str, _option("The cluster (`cllm cluster`) that computes; HOST:PORT of its head.", metavar="ADDRESS")
     ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
@@ -208,7 +199,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _option("Host memory of all loaded models together, MiB. 0: what is free at the start.", 0)
     ] = 0
     sleep_idle_s: Annotated[
-        float, _rare("Unload a model after this time without a request, seconds. 0: never.", 0)
+        float, _rare("Unload a model that is idle for this long, seconds. 0: never.", 0)
     ] = 0.0
     response_store_mb: Annotated[
         int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
@@ -223,7 +214,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     api_keys: Annotated[str, _file("TOML file of API keys (`cllm keys new`); SIGHUP reads it again.")] = ""
     api_key: Annotated[
-        str, _option("API key, an admin's; several, comma-separated, are users'.", metavar="KEY")
+        str, _option("Admin's API key; or several users', comma-separated.", metavar="KEY")
     ] = ""
     allowed_hosts: Annotated[
         str, _option("Host names of this server, comma-separated; '*.lan' works.", metavar="NAMES")

@@ -194,9 +194,8 @@ def _run_ninja(command: list[str]) -> None:
             if done and total > largest // 2:  # not a step of a smaller build inside this one
                 _report(done, total, step[3].rpartition("/")[2].removesuffix(".o"))
     if process.returncode != 0:
-        raise BuildError(
-            f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(output))}"
-        )
+        shown = toolchain.last_lines("".join(output))
+        raise BuildError(f"Ninja ended with code {process.returncode}:\n{shown}")
 
 
 def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "llama") -> None:

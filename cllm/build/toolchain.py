@@ -209,10 +209,8 @@ def run_pip(*arguments: str) -> None:
 
 def run_command(command: list[str], **variables: str) -> tuple[int, str]:
     """Run a program; returns its exit code and what it printed, errors among it."""
-    environment = {**os.environ, **variables}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipe, variables = subprocess.PIPE, {**os.environ, **variables}
+    done = subprocess.run(command, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout
 
 

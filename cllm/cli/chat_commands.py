@@ -121,11 +121,10 @@ class ChatLoop:
         self._session = open_session(history, CommandCompleter(self.commands))
 
     def _make_commands(self) -> dict[str, Command]:
+        list_models = self._dialog.source.list_models
         return {
             "system": Command(self._system, "[TEXT|off]", "show or change the system prompt"),
-            "set": Command(
-                self._set, "[NAME [VALUE]]", "show or change a setting, as temperature 0.2", lambda: SETTINGS
-            ),
+            "set": Command(self._set, "[NAME [VALUE]]", "show or change a setting", lambda: SETTINGS),
             "think": Command(self._think, "on|off|hide", "reasoning: shown, none, folded", lambda: THINK),
             "file": Command(self._file, "PATH", "put a text file into the next question"),
             "json": Command(self._json, "[SCHEMA|FILE|off]", "answers are JSON: any object, or by a schema"),
@@ -134,9 +133,7 @@ class ChatLoop:
             "clear": Command(self._clear, "", "forget all questions and answers"),
             "save": Command(self._save, "PATH", "write the chat to a file"),
             "load": Command(self._load, "PATH", "continue a chat from a file"),
-            "model": Command(
-                self._model, "[NAME]", "list the models, or change to one", self._dialog.source.list_models
-            ),
+            "model": Command(self._model, "[NAME]", "list the models, or change to one", list_models),
             "stats": Command(self._stats, "", "tokens, speed and context so far"),
             "help": Command(self._help, "", "this list"),
             "bye": Command(self._leave, "", "leave (also /exit, Ctrl-D)"),
@@ -269,9 +266,8 @@ class ChatLoop:
         tokens, seconds = sum(each.tokens for each in stats), sum(each.seconds for each in stats)
         speed = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
         self._screen.say(f"model    {source.name} ({source.where})")
-        self._screen.say(
-            f"chat     {_count(self._dialog.transcript)}, {len(stats)} answers, {tokens:,} tokens{speed}"
-        )
+        questions = _count(self._dialog.transcript)
+        self._screen.say(f"chat     {questions}, {len(stats)} answers, {tokens:,} tokens{speed}")
         if stats:
             self._screen.say(f"last     {self._dialog.describe_last()}")
 

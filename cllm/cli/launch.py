@@ -108,9 +108,7 @@ def launch_command(
     Its own configuration files stay as they are.
     """
     if program not in AGENTS:
-        raise ConfigError(
-            f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has the lines for others"
-        )
+        raise ConfigError(f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has lines for others")
     agent = AGENTS[program]
     server = _find_server(url, model, optional=only_print)
     if only_print:

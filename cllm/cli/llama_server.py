@@ -202,9 +202,8 @@ def _read_flags() -> dict[str, Flag]:
                 flags[name] = Flag(int(values), action, on, variable)
     for name in (_SAME_FIELDS + _SAME_VARIABLES).split():
         field = name[2:].replace("-", "_")
-        flags[name] = Flag(
-            1, f":{field}", True, f"LLAMA_ARG_{field.upper()}" * (name in _SAME_VARIABLES.split())
-        )
+        variable = f"LLAMA_ARG_{field.upper()}" if name in _SAME_VARIABLES.split() else ""
+        flags[name] = Flag(1, f":{field}", variable=variable)
     return flags
 
 

@@ -112,9 +112,7 @@ def _keys() -> None:
 @keys_app.command("new")
 def new_key(
     name: Annotated[str, Argument(help="The tenant: a person or a program")],
-    admin: Annotated[
-        bool, Option("--admin", help="The key may use /debug, /admin, /metrics, /slots")
-    ] = False,
+    admin: Annotated[bool, Option("--admin", help="It may use /debug, /admin, /metrics, /slots")] = False,
     file: Annotated[Path, Option("--file", help="The keys file", envvar="CLLM_API_KEYS")] = Path(
         "cllm-keys.toml"
     ),

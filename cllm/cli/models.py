@@ -22,9 +22,7 @@ from cllm.models.store import CatalogEntry, StoredModel
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
     list[Path] | None,
-    Option(
-        "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
-    ),
+    Option("--model-dir", metavar="DIR", help="Folder of models; may be repeated. Default: CLLM_MODEL_DIR."),
 ]
 
 
@@ -42,9 +40,7 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
     for name, (here, size) in store.find_incomplete().items():
         shown = f"{format_size(here)} of {format_size(size)}"
-        typer.echo(
-            f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
-        )
+        typer.echo(f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes", err=True)
 
 
 def _join(folders: list[Path] | None) -> str:
@@ -88,9 +84,7 @@ def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
 
 
 def show_command(
-    reference: Annotated[
-        str, Argument(metavar="REF", help="A file, a folder, a name of the list, hf:… or ms:…")
-    ],
+    reference: Annotated[str, Argument(metavar="REF", help="A file, folder, name of the list, hf:… or ms:…")],
     model_dir: ModelDirs = None,
     as_json: AsJson = False,
 ) -> None:

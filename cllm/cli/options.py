@@ -151,9 +151,7 @@ _CONFIG_FILE = Option(
     envvar="CLLM_CONFIG",
     **_OTHER,
 )
-_HELP_ALL = Option(
-    "--help-all", help="Show this message with all options.", callback=_show_all, show_default=False, **_OTHER
-)
+_HELP_ALL = Option("--help-all", help="Show all options.", callback=_show_all, show_default=False, **_OTHER)
 
 
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

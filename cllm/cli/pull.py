@@ -37,15 +37,11 @@ def pull_command(
             help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
         ),
     ],
-    to: Annotated[
-        Path | None, Option("--to", metavar="DIR", help="Store the files in DIR, not in the hub's cache.")
-    ] = None,
+    to: Annotated[Path | None, Option("--to", metavar="DIR", help="Store the files there.")] = None,
     limit: Annotated[
-        str, Option(metavar="RATE", help="Bytes a second at most, as 5M or 500K.", show_default=False)
+        str, Option(metavar="RATE", help="Bytes a second, as 5M or 500K.", show_default=False)
     ] = "",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Say what would be pulled and whether it fits; pull nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what it would pull, and if that fits.")] = False,
     offline: Annotated[bool, Option("--offline", help="Only look whether it is here.")] = False,
     force: Annotated[bool, Option("--force", help="Pull what does not fit the memory here, too.")] = False,
     connections: Annotated[int, Option(min=1, max=32, metavar="N", help="Ranges at a time.")] = 4,
@@ -67,9 +63,7 @@ def pull_command(
         else:
             result = _pull(found, options, console, dry_run=dry_run, force=force)
     except KeyboardInterrupt:
-        console.print(
-            "interrupted; the same command continues, `cllm rm` of it removes the part that is here"
-        )
+        console.print("interrupted; the same command continues, `cllm rm` of it removes what is here")
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps({"reference": str(found), **result}))

@@ -224,9 +224,8 @@ def prepare_gateway(engine: EngineConfig, cluster: str) -> PreparedModel:
     path = resolve(engine.model, offline=engine.offline)
     settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}
     name, digest = name_deployment(engine, path), digest_model(path)
-    return PreparedModel(
-        config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),)
-    )
+    config = ClusterConfig(**settings, deployment=name, digest=digest)
+    return PreparedModel(config=config, stamps=(stamp(path),))
 
 
 def _run_task(task: PrepareTask | SurveyTask, kind: type[Answer]) -> Answer:
@@ -302,9 +301,7 @@ class EngineLoader:
             return all(stamp(Path(each[0])) == each for each in prepared.stamps)
         return False
 
-    def make(
-        self, prepared: PreparedModel, on_loading: Callable[[float], None] | None = None
-    ) -> EngineClient:
+    def make(self, prepared: PreparedModel, report: Callable[[float], None] | None = None) -> EngineClient:
         """An engine, not started."""
         server = self._server
         module = CLUSTER_WORKER if isinstance(prepared.config, ClusterConfig) else ""
@@ -314,7 +311,7 @@ class EngineLoader:
             queue_tokens=server.queue_tokens,
             max_timeout_s=server.max_timeout_s,
             tenants=self.tenants,
-            on_loading=on_loading,
+            on_loading=report,
         )
 
 

@@ -27,9 +27,8 @@ Print = Annotated[bool, Option("--print", help="Print what would be done; change
 def make_unit(arguments: Sequence[str], directory: Path) -> str:
     """The unit's text: `cllm serve` with these arguments, in this folder, by this Python."""
     command = " ".join(map(_quote, (sys.executable, "-m", "cllm", "serve", *arguments)))
-    kept = "".join(
-        f"Environment={_quote(f'{name}={os.environ[name]}')}\n" for name in _KEPT if os.environ.get(name)
-    )
+    found = (f"{name}={os.environ[name]}" for name in _KEPT if os.environ.get(name))
+    kept = "".join(f"Environment={_quote(each)}\n" for each in found)
     return (
         "[Unit]\n"
         "Description=cllm, a server for GGUF models\n"

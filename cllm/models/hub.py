@@ -164,7 +164,7 @@ class Hub:
             )
         if status == 416:
             raise HubError(
-                f"{name} has changed: it is shorter than was listed; the same command lists it again"
+                f"{name} has changed: it is shorter than was listed; the same command lists it anew"
             )
         raise HubError(f"{host} answers {status} for {name}")
 
@@ -317,9 +317,8 @@ def _retry_after(response: httpx.Response) -> float:
 
 def _find_cause(error: BaseException | None) -> BaseException | None:
     """Find the cause of an error that another attempt at once would meet, too."""
-    while error is not None and not isinstance(
-        error, socket.gaierror | ssl.SSLError | ConnectionRefusedError
-    ):
+    lasting = socket.gaierror, ssl.SSLError, ConnectionRefusedError
+    while error is not None and not isinstance(error, lasting):
         error = error.__cause__ or error.__context__
     return error
 

