@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.fields import StructKind, parse_fields
+from cllm.fields import StructKind, describe_unknown, parse_fields
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
@@ -242,6 +242,15 @@ def make_config(config: type[StructKind], settings: Mapping[str, Any], *, strict
         return parse_fields(settings, config, strict=strict)
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
+
+
+def name_settings(table: Mapping[str, Any], *structs: type[msgspec.Struct]) -> dict[str, Any]:
+    """Settings of a TOML file by the names of fields. Raises ConfigError for one that no struct has."""
+    known = {field for struct in structs for field in struct.__struct_fields__}
+    settings = {key.replace("-", "_"): value for key, value in table.items()}
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigError(f"unknown setting {describe_unknown(unknown[0], known)}")
+    return settings
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

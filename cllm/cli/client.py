@@ -155,11 +155,11 @@ def _check(answer: httpx.Response) -> None:
 
 def _make_error(body: Any) -> CllmError:
     """The error of a body, in the shape of any API."""
-    error = body.get("error") if isinstance(body, dict) else None
+    found = body if isinstance(body, dict) else {}
+    error = found.get("error")
     if isinstance(error, dict):
         return from_code(str(error.get("code")), str(error.get("message") or error))
-    message = body.get("message") if isinstance(body, dict) else None
-    return from_code(str(error), str(message or error or body))
+    return from_code(str(error), str(found.get("message") or error or body))
 
 
 # Commands ----------------------------------------------------------------------------------------
@@ -172,18 +172,12 @@ def ps_command(url: Url = "", as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(models, indent=2))
         return
-    rows = [
-        (
-            model["name"],
-            model.get("state", ""),
-            format_size(model.get("size_bytes") or 0),
-            format_size(memory) if (memory := sum((model.get("memory_bytes") or {}).values())) else "",
-            str(model.get("context") or ""),
-            str(model.get("requests", "")),
-            _describe_end(model),
-        )
-        for model in models
-    ]
+    rows = []
+    for model in models:
+        memory = sum((model.get("memory_bytes") or {}).values())
+        sizes = format_size(model.get("size_bytes") or 0), format_size(memory) if memory else ""
+        counts = str(model.get("context") or ""), str(model.get("requests", ""))
+        rows.append((model["name"], model.get("state", ""), *sizes, *counts, _describe_end(model)))
     print_columns(("name", "state", "size", "takes", "context", "requests", "until"), rows)
 
 

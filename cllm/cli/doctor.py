@@ -101,12 +101,9 @@ def _build_info(folder: Path) -> str:
 def _gpus(folder: Path, table: Table) -> None:
     """Add what the drivers report, the module for it, and the devices that the library has with it."""
     drivers = find_gpus()
-    for gpu in drivers.gpus:
-        table.add_row("GPU", str(gpu))
-    for problem in drivers.problems:
-        table.add_row("GPU", f"[red]{problem}[/red]")
-    if not drivers.gpus and not drivers.problems:
-        table.add_row("GPU", "none")
+    rows = [*map(str, drivers.gpus), *(f"[red]{problem}[/red]" for problem in drivers.problems)]
+    for row in rows or ["none"]:
+        table.add_row("GPU", row)
     module = choose_module(library.modules_for(folder), drivers)
     if module is not None:
         table.add_row("GPU module", str(module.path.parent))

@@ -131,45 +131,43 @@ _ALWAYS_SWITCHES = """
 --prefill-assistant --spec-draft-backend-sampling --no-spec-draft-backend-sampling --spec-default
 """
 _ALWAYS_VALUES = """
---keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx --log-colors
---threads-http
+--keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx --log-colors --threads-http
 """
 
 # Without a counterpart: they are named in a warning.
 _MISSING_SWITCHES = """
 -cl --cache-list --completion-bash --list-devices --swa-full -nkvo --no-kv-offload --no-host --check-tensors
---no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp
---special --spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port
---cors-credentials --ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve
---skip-chat-parsing --no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed
---cpu-moe-draft --mlock --mmap --no-mmap
+--no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp --special
+--spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port --cors-credentials
+--ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve --skip-chat-parsing
+--no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed --cpu-moe-draft --mlock --mmap
+--no-mmap
 """
 _MISSING_VALUES = """
 -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio -Cb --cpu-mask-batch -Crb
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --rope-scaling --rope-scale --rope-freq-base
 --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --rpc
 -lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv --lora
---lora-scaled --control-vector -hft --hf-token
---control-vector-scaled -hff --hf-file --log-file --spec-draft-type-k -ctkd --cache-type-k-draft
---spec-draft-type-v -ctvd --cache-type-v-draft --adaptive-target --adaptive-decay -lcs --lookup-cache-static
--lcd --lookup-cache-dynamic --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms
---checkpoint-min-step -mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image-min-tokens
---image-max-tokens --mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir --tags
---path --cors-methods --cors-headers --api-prefix --ui-config --webui-config --ui-config-file
---webui-config-file --tools --tools-runtime --mcp-servers-config --mcp-servers-json --sse-ping-interval
---cache-reuse --media-path --models-dir --models-preset --models-max --reasoning-budget-message -sps
---slot-prompt-similarity --log-prompts-dir --spec-draft-hf -hfd -hfrd --hf-repo-draft --spec-draft-threads -td
---threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft --spec-draft-cpu-mask -Cd
---cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft --spec-draft-cpu-strict --cpu-strict-draft
---spec-draft-prio --prio-draft --spec-draft-poll --poll-draft --spec-draft-cpu-mask-batch -Cbd
---cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch
---prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-override-tensor -otd
---override-tensor-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft --spec-draft-n-min
---spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split --spec-draft-p-min --draft-p-min
---spec-draft-device -devd --device-draft --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
---spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n
---spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m
---spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m
+--lora-scaled --control-vector -hft --hf-token --control-vector-scaled -hff --hf-file --log-file
+--spec-draft-type-k -ctkd --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft
+--adaptive-target --adaptive-decay -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
+--kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mm --mmproj -mmu
+--mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
+--video-timestamp-interval --video-ffmpeg-dir --tags --path --cors-methods --cors-headers --api-prefix
+--ui-config --webui-config --ui-config-file --webui-config-file --tools --tools-runtime --mcp-servers-config
+--mcp-servers-json --sse-ping-interval --cache-reuse --media-path --models-dir --models-preset --models-max
+--reasoning-budget-message -sps --slot-prompt-similarity --log-prompts-dir --spec-draft-hf -hfd -hfrd
+--hf-repo-draft --spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft
+--spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
+--spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll --poll-draft
+--spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft
+--spec-draft-prio-batch --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft
+--spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed
+--n-cpu-moe-draft --spec-draft-n-min --spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split
+--spec-draft-p-min --draft-p-min --spec-draft-device -devd --device-draft --spec-draft-ngl -ngld
+--gpu-layers-draft --n-gpu-layers-draft --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match
+--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n
+--spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m
 --spec-ngram-map-k4v-min-hits --draft-min --draft-n-min --spec-ngram-size-n --spec-ngram-size-m
 --spec-ngram-min-hits
 """

@@ -17,7 +17,7 @@ from cllm.errors import LibraryError, ModelFileError
 from cllm.models import store
 from cllm.models.files import HubReference, format_size, parse_hub
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import CatalogEntry, StoredModel
+from cllm.models.store import HeaderInfo, StoredModel
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
@@ -30,7 +30,7 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     """List the models of this machine: both hubs' caches, folders, and the embedded one."""
     entries = store.list_models(_join(model_dir))
     if as_json:
-        typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=2))
+        typer.echo(json.dumps([_as_dict(*entry) for entry in entries], indent=2))
         return
     rows = []
     for model, header in entries:
@@ -52,8 +52,7 @@ def _shorten(path: Path) -> str:
     return "~" + text.removeprefix(home) if text.startswith(home + os.sep) else text
 
 
-def _as_dict(entry: CatalogEntry) -> dict[str, Any]:
-    model, header = entry
+def _as_dict(model: StoredModel, header: HeaderInfo | None) -> dict[str, Any]:
     return {
         "name": model.name,
         "quant": model.quant,

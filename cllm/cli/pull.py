@@ -145,15 +145,11 @@ def _check_fit(head: Path, *, model: HubModel, console: Console, force: bool) ->
 
 def _print_choices(model: HubModel, fit: ModelFit | None) -> None:
     fitting = fit.fitting(model.models) if fit else []
-    rows = [
-        (
-            "*" if choice == model.chosen else "",
-            choice.quant or choice.stem,
-            format_size(choice.size),
-            "" if fit is None else "fits" if choice in fitting else "does not fit",
-        )
-        for choice in sorted(model.models, key=lambda choice: choice.size)
-    ]
+    rows = []
+    for choice in sorted(model.models, key=lambda choice: choice.size):
+        fits = "" if fit is None else "fits" if choice in fitting else "does not fit"
+        mark = "*" if choice == model.chosen else ""
+        rows.append((mark, choice.quant or choice.stem, format_size(choice.size), fits))
     print_columns(("", "quant", "size", "memory"), rows)
 
 

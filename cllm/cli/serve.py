@@ -28,9 +28,9 @@ from cllm.config import (
     PreparedModel,
     ServerConfig,
     make_config,
+    name_settings,
 )
 from cllm.errors import ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
-from cllm.fields import describe_unknown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
@@ -193,11 +193,8 @@ def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
     where = f"[models.{name}]"
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table")
-    settings = {key.replace("-", "_"): value for key, value in table.items()}
-    known = {*ModelSection.__struct_fields__, *EngineConfig.__struct_fields__}
-    if unknown := sorted(settings.keys() - known):
-        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], known)}")
     try:  # each part takes its own fields
+        settings = name_settings(table, ModelSection, EngineConfig)
         section = make_config(ModelSection, settings)
         limit = {"max_request_tokens": section.context} if section.context else {}
         inherited = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name}
@@ -245,11 +242,11 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
-    try:
+    with contextlib.suppress(ImportError):
         import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
 
 
 class EngineLoader:

@@ -314,7 +314,7 @@ class Download:
         direct = self._direct
         headers = {} if whole else {"Range": f"bytes={taken.position}-{taken.end - 1}"}
         with self._hub.stream(direct or self._url, headers, TIMEOUT_S) as response:
-            elsewhere = direct is not None or not self._hub.is_own(response.url)
+            elsewhere = direct is not None or response.url.host != self._hub.host
             if elsewhere and response.status_code in (400, 401, 403, 404, 410):
                 raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")
             if response.status_code == 200 and (taken.position or taken.end < self._file.size):

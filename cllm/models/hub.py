@@ -36,7 +36,7 @@ _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class TemporaryError(Exception):
-    """An answer that may be another one later."""
+    """An answer that may be another one after some seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class Hub:
     pages = ""  # the folder of the repositories' pages
 
     def __init__(self, repo: str, endpoint: str, token: str) -> None:
-        self.repo, self.endpoint = repo, endpoint.rstrip("/")
+        self.repo, self.endpoint, self.host = repo, endpoint.rstrip("/"), _host(endpoint)
         self._token = token
         self._client = httpx.Client(
             verify=_certificates(),
@@ -96,10 +96,6 @@ class Hub:
     def search(self, words: str, count: int) -> list[SearchHit]:
         """Search for repositories with GGUF files, the most downloaded first. Raises HubError."""
         raise NotImplementedError
-
-    def is_own(self, url: httpx.URL) -> bool:
-        """Check that an address is the hub's, not one that it redirects to."""
-        return url.host == _host(self.endpoint)
 
     @contextmanager
     def stream(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
@@ -325,7 +321,7 @@ def _find_cause(error: BaseException | None) -> BaseException | None:
 
 def describe_transport(error: httpx.HTTPError, hub: Hub) -> str:
     """Describe a connection that failed in one line, with what to do."""
-    host = _host(hub.endpoint)
+    host = hub.host
     with suppress(RuntimeError):  # the error has no request
         host = error.request.url.host
     mirror = "HF_ENDPOINT names a mirror" if hub.kind == "hf" else "MODELSCOPE_ENDPOINT names another address"

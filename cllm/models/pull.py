@@ -85,7 +85,6 @@ class PullProgress:
     """Progress of a pull: a bar with speed and time left on a terminal, else a line now and then."""
 
     def __init__(self, name: str, total: int) -> None:
-        self._name, self._total = name, total
         self._bar = Progress(
             *("{task.description}", BarColumn(bar_width=None), DownloadColumn()),
             *(TransferSpeedColumn(), TimeRemainingColumn()),
@@ -93,9 +92,8 @@ class PullProgress:
             transient=True,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task(name, total=total)
-        self._began = self._shown = time.monotonic()
-        self._first: int | None = None
+        self._bar.add_task(name, total=total)
+        self._shown = time.monotonic()
 
     def __enter__(self) -> PullProgress:
         self._bar.start()
@@ -106,19 +104,15 @@ class PullProgress:
 
     def update(self, before: int, here: int) -> None:
         """Show the bytes that are here, of the files before and of the present one."""
-        done, now = before + here, time.monotonic()
-        if self._first is None:
-            self._first = done
-            self._bar.reset(self._task, completed=done)
-        self._bar.update(self._task, completed=done)
+        (task,), now = self._bar.tasks, time.monotonic()
+        if not task.completed:  # what was here before does not count as speed
+            self._bar.reset(task.id, completed=before + here)
+        self._bar.update(task.id, completed=before + here)
         if self._bar.disable and now - self._shown > LINE_S:
             self._shown = now
-            speed = (done - self._first) / (now - self._began)
-            left = (self._total - done) / speed if speed else 0.0
-            log.warning(
-                *("%s: %s of %s, %s/s, %.0f s left", self._name, format_size(done)),
-                *(format_size(self._total), format_size(speed), left),
-            )
+            done, total, speed = map(format_size, (task.completed, task.total or 0, task.speed or 0))
+            left = task.time_remaining or 0.0
+            log.warning("%s: %s of %s, %s/s, %.0f s left", task.description, done, total, speed, left)
 
 
 class Pull:
