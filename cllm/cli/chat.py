@@ -34,7 +34,7 @@ def chat_command(
     ctx_size: Annotated[
         int,
         Option(
-            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here, 0: by memory"
+            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: automatic"
         ),
     ] = 0,
     threads: Annotated[int, Option(**THREADS, help="Its threads. 0: one per core.")] = 0,

@@ -28,7 +28,7 @@ from cllm.errors import ConfigError, SetupError
 from cllm.models.resolve import resolve
 from cllm.workers.supervisor import WORKER_MODULE
 
-cluster_app = typer.Typer(help="Machines as one, on Ray Serve.", no_args_is_help=True, add_completion=False)
+cluster_app = typer.Typer(help="Several machines, on Ray Serve.", no_args_is_help=True, add_completion=False)
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing is kept there
 Address = Annotated[
     str, Option("--cluster", help="The head: HOST[:PORT].", envvar="CLLM_CLUSTER", metavar="ADDRESS")
@@ -85,7 +85,7 @@ def make_start(cpus: int, gpus: int, block: bool) -> list[str]:
 @cluster_app.command("head")
 def head_command(
     port: Annotated[int, Option("--port", help="Port of the head.", min=1, max=65535)] = DEFAULT_PORT,
-    address: Annotated[str, Option("--node-ip", help="This machine's for the others.", metavar="IP")] = "",
+    address: Annotated[str, Option("--node-ip", help="Its address for other machines.", metavar="IP")] = "",
     storage: Annotated[
         Path, Option("--storage", help="Folder of the cluster's state, on a disk of this machine.")
     ] = Path("~/.cache/cllm/cluster"),
@@ -136,7 +136,7 @@ def deploy_command(
     replicas: Annotated[
         int, Option("--replicas", "--min", help="Replicas, at least.", min=1, metavar="N")
     ] = 1,
-    most: Annotated[int, Option("--max", help="Scale up to N replicas. 0: no.", min=0, metavar="N")] = 0,
+    most: Annotated[int, Option("--max", help="Scale up to N replicas. 0: never.", min=0, metavar="N")] = 0,
     gpus: Annotated[float, Option("--gpus", help="GPUs of each replica.", min=0, metavar="N")] = 0.0,
     drain_s: Annotated[
         float, Option("--drain-s", help="Seconds for its requests when a replica ends.", min=0, metavar="N")

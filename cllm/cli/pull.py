@@ -37,7 +37,7 @@ def pull_command(
             help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
         ),
     ],
-    to: Annotated[Path | None, Option("--to", metavar="DIR", help="Store the files there.")] = None,
+    to: Annotated[Path | None, Option("--to", metavar="DIR", help="Store it in DIR, not in a cache.")] = None,
     limit: Annotated[
         str, Option(metavar="RATE", help="Bytes a second, as 5M or 500K.", show_default=False)
     ] = "",

@@ -40,11 +40,8 @@ def finished(cache: Path, name: str, age_s: float = 0, **differing: object) -> P
     return folder
 
 
-def test_an_empty_cache_holds_no_build(cache: Path) -> None:
-    assert build.find_built() is None
-
-
 def test_the_newest_suitable_build_is_taken(cache: Path) -> None:
+    assert build.find_built() is None
     finished(cache, "old", age_s=100)
     newest = finished(cache, "new")
     finished(cache, "other-cpu", cpu_features=["quantum"])

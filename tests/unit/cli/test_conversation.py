@@ -69,13 +69,6 @@ def test_a_wrong_setting_is_named_and_changes_nothing(name: str, text: str, said
     assert transcript.settings == {}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"messages": [{"role": "tool", "content": ""}]}'])
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(ConfigError, match="no saved chat"):
-        Transcript.load(tmp_path / "x")
-
-
 def test_files_of_a_question_are_text(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\x89PNG\xff")
     (tmp_path / "zero").write_bytes(b"a\0b")

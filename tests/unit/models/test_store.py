@@ -11,16 +11,7 @@ import pytest
 from cllm.errors import ModelFileError
 from cllm.models import store
 from cllm.models.files import HubFile, HubReference
-from cllm.models.store import (
-    HfRepository,
-    StoredModel,
-    find_stored,
-    hf_cache,
-    ms_cache,
-    plan_removal,
-    remove,
-    scan,
-)
+from cllm.models.store import HfRepository, StoredModel, find_stored, hf_cache, ms_cache, plan_removal, remove
 from tests.driver.hub import COMMIT
 
 REPO = "User/Repo-GGUF"
@@ -51,7 +42,7 @@ def get(text: str) -> StoredModel:
 
 
 def names() -> list[str]:
-    return [model.name for model in scan() if model.source != "embedded"]
+    return [model.name for model in store.scan() if model.source != "embedded"]
 
 
 def test_folders_follow_the_variables_of_the_hubs(monkeypatch: pytest.MonkeyPatch, caches: Path) -> None:
@@ -148,7 +139,7 @@ def test_folders_and_the_embedded_model(caches: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CLLM_MODEL_DIR", f"{folder}{os.pathsep}{caches / 'none'}")
     assert names() == ["a b-Q4_0"]
     assert store.scan_folder(folder, deep=False) == []
-    (embedded,) = (model for model in scan() if model.source == "embedded")
+    (embedded,) = (model for model in store.scan() if model.source == "embedded")
     with pytest.raises(ModelFileError, match="pip uninstall"):
         plan_removal(embedded)
 
