@@ -302,8 +302,8 @@ class Translation:
         cells, slots = settings.pop("ctx_size", 0), settings.get("parallel", 0)
         if cells:
             settings |= {"ctx_size": cells, "parallel": slots or SLOTS}
-        if settings.setdefault("unified_kv", bool(cells and not slots)) and cells:
-            settings["max_request_tokens"] = cells
+        if settings.get("unified_kv", bool(cells and not slots)):
+            settings |= {"unified_kv": True} | ({"max_request_tokens": cells} if cells else {})
         return settings
 
 
