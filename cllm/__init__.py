@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # The interpreter's last collection may crash in msgspec, when it frees types with `Meta` (its issue 717).
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "AsyncLLM"):
-        from cllm import llm
-
-        return getattr(llm, name)
-    if name == "SamplingParams":
-        from cllm.types import SamplingParams
-
-        return SamplingParams
+    if name in __all__:
+        return getattr(import_module("cllm.types" if name == "SamplingParams" else "cllm.llm"), name)
     raise AttributeError(f"module 'cllm' has no attribute {name!r}")

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.fields import StructKind, parse_fields
+from cllm.fields import StructKind, describe_unknown, parse_fields
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
@@ -60,9 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     offline: Annotated[bool, _option("Pull no model from a hub; use what is here.")] = False
-    alias: Annotated[str, _option("Name of the model in responses. Default: its file's.", metavar="NAME")] = (
-        ""
-    )
+    alias: Annotated[str, _option("The model's name in responses. Default: its file's.", metavar="NAME")] = ""
     chat_template: Annotated[
         str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
     ] = ""
@@ -75,60 +73,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     split_mode: Annotated[
         str,
-        _rare(
-            "Several GPUs: layer (whole layers on each), row (rows of each matrix) or none.", pattern=MODES
-        ),
+        _rare("Several GPUs: whole layers on each (layer), rows of each matrix (row), none.", pattern=MODES),
     ] = "layer"
     main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
-    n_cpu_moe: Annotated[
-        int, _rare("Layers, from the first, whose experts (MoE) stay in the host's memory.", 0, 4096)
-    ] = 0
+    n_cpu_moe: Annotated[int, _rare("First layers whose experts (MoE) stay in host memory.", 0, 4096)] = 0
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
     poll: (
-        Annotated[int, _rare("Busy-waiting of idle threads. Default: 50; GPUs or several models: 0.", 0, 100)]
+        Annotated[int, _rare("Busy-waiting of idle threads. Default: 50; GPUs, several models: 0.", 0, 100)]
         | None
     ) = None
     flash_attention: Annotated[bool, _rare("Flash attention kernels.")] = True
     extra_buffers: Annotated[bool, _rare("Repack the weights for AMX and similar units.")] = True
     pooling: Annotated[
         str,
-        _rare(
-            "Pooling of embeddings: mean, cls, last, rank or none. Default: the model's own.", pattern=POOLING
-        ),
+        _rare("Pooling of embeddings: mean, cls, last, rank, none. Default: the model's.", pattern=POOLING),
     ] = ""
 
     parallel: Annotated[
-        int,
-        _option("Requests computed at the same time, one slot each. 0: up to 8, as memory allows.", 0, 255),
+        int, _option("Requests computed at the same time, one slot each. 0: up to 8, by memory.", 0, 255)
     ] = 0
     slots: Annotated[
-        int,
-        _option(
-            "KV slots; those beyond --parallel keep finished conversations. 0: as many as --parallel.", 0, 255
-        ),
+        int, _option("KV slots; those beyond --parallel keep ended conversations. 0: --parallel.", 0, 255)
     ] = 0
     ctx_size: Annotated[
-        int,
-        _option("KV cells of all --parallel requests. 0: up to 32768 each, in half of the free memory.", 0),
+        int, _option("KV cells of all --parallel requests. 0: up to 32768 each, in half of free memory.", 0)
     ] = 0
     max_request_tokens: Annotated[int, _option("Token limit of one request. 0: ctx-size / parallel.", 0)] = 0
     embed_tokens: Annotated[
-        int,
-        _rare(
-            "Token limit of one embedding input or rerank prompt. 0: --max-request-tokens (encoders: 4096).",
-            0,
-        ),
+        int, _rare("Token limit of an embedding input or rerank prompt. 0: of a request; encoders 4096.", 0)
     ] = 0
     batch_tokens: Annotated[
-        int,
-        _option(
-            "Token limit of one step; largest prefill chunk. All layers on GPUs: 512 becomes 2048.", 32, 65536
-        ),
+        int, _option("Token limit of one step and prefill chunk. On GPUs alone 512 becomes 2048.", 32, 65536)
     ] = 512
     target_itl_ms: Annotated[
-        int,
-        _option("Inter-token latency that chunked prefill must keep, ms. 0: 250, all layers on GPUs: 50.", 0),
+        int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)
     ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
@@ -136,9 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
-    prefix_cache: Annotated[
-        bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")
-    ] = True
+    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, disk.")] = True
     cache_ram_mb: Annotated[
         int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
     ] = 1024
@@ -146,12 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _option("Host RAM for KV swapped out by preemption, MiB; the rest is recomputed.", 0)
     ] = 1024
     cache_disk_mb: (
-        Annotated[
-            int,
-            _option(
-                "Disk for the prefix cache, MiB; survives a restart. 0: off. Default: 4096, with keys 0.", 0
-            ),
-        ]
+        Annotated[int, _option("Disk for the prefix cache, MiB. 0: off. Default: 4096, with keys 0.", 0)]
         | None
     ) = None
     cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
@@ -161,13 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     draft_tokens: Annotated[int, _option("Draft tokens of a sequence, if they pay. 0: off.", 0, 64)] = 8
     draft_rollback: Annotated[
-        int,
-        _rare(
-            "Draft tokens that a hybrid model can take back, if its architecture can; each takes memory for "
-            "one more state a slot.",
-            0,
-            64,
-        ),
+        int, _rare("Draft tokens that a hybrid model can take back; each takes one more state a slot.", 0, 64)
     ] = 0
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
@@ -215,33 +181,25 @@ def slot_count(config: EngineConfig) -> int:
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the HTTP server."""
 
-    host: Annotated[str, _option("Address to listen on, or several, comma-separated.", metavar="ADDRESS")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[str, _option("Addresses to listen on, comma-separated.", metavar="ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on. 0: any free one.", 0, 65535)] = 18081
-    log_level: Annotated[str, _option("debug, info, warning or error.", metavar="LEVEL", pattern=LEVELS)] = (
+    log_level: Annotated[str, _option("debug, info, warning, error.", metavar="LEVEL", pattern=LEVELS)] = (
         "info"
     )
     queue_size: Annotated[int, _option("Waiting requests; one more gets a 429.", 1)] = 1024
     queue_tokens: Annotated[int, _rare("Waiting prompt tokens; more get a 429. 0: no limit.", 0)] = 1 << 20
     max_timeout_s: Annotated[float, _option("Time limit of one request, seconds. 0: none.", 0)] = 600.0
-    drain_s: Annotated[float, _option("Time for running requests to finish after SIGTERM, seconds.", 0)] = (
-        30.0
-    )
+    drain_s: Annotated[float, _option("Time for requests to finish after SIGTERM, seconds.", 0)] = 30.0
     cluster: Annotated[
-        str,
-        _option(
-            "Replicas of this cluster compute (`cllm cluster`); HOST:PORT of its head.", metavar="ADDRESS"
-        ),
+        str, _option("The cluster (`cllm cluster`) that computes; HOST:PORT of its head.", metavar="ADDRESS")
     ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
     models_memory_mb: Annotated[
-        int,
-        _option("Host memory of all loaded models together, MiB. 0: what is free at the start.", 0),
+        int, _option("Host memory of all loaded models together, MiB. 0: what is free at the start.", 0)
     ] = 0
     sleep_idle_s: Annotated[
-        float, _rare("Unload a model after this time without a request, seconds. 0: never.", 0)
+        float, _rare("Unload a model that is idle for this long, seconds. 0: never.", 0)
     ] = 0.0
     response_store_mb: Annotated[
         int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
@@ -256,28 +214,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     api_keys: Annotated[str, _file("TOML file of API keys (`cllm keys new`); SIGHUP reads it again.")] = ""
     api_key: Annotated[
-        str, _option("API key, an admin's; several, comma-separated, are users'.", metavar="KEY")
+        str, _option("Admin's API key; or several users', comma-separated.", metavar="KEY")
     ] = ""
     allowed_hosts: Annotated[
         str, _option("Host names of this server, comma-separated; '*.lan' works.", metavar="NAMES")
     ] = ""
     cors_origins: Annotated[
-        str,
-        _option(
-            "Web origins that may call it, comma-separated; '*': all, 'localhost': this machine's.",
-            metavar="URLS",
-        ),
+        str, _option("Allowed web origins, comma-separated; '*': all, 'localhost': local.", metavar="URLS")
     ] = ""
     open_routes: Annotated[
         str,
         _rare(
-            "Operators' routes that all clients may use: /metrics, /slots, /props; '-/slots': not even them.",
+            "Operators' routes for all clients: /metrics, /slots, /props; '-/slots': for none.",
             metavar="PATHS",
         ),
     ] = ""
     defaults: Annotated[
-        str,
-        _option('Fields for requests that lack them, as JSON: {"temperature": 0.2}.', metavar="JSON"),
+        str, _option('Fields for requests that lack them, as JSON: {"temperature": 0.2}.', metavar="JSON")
     ] = ""
     tls_cert: Annotated[str, _file("Certificate chain (PEM); with --tls-key: HTTPS.")] = ""
     tls_key: Annotated[str, _file("Private key of the certificate (PEM).")] = ""
@@ -289,6 +242,15 @@ def make_config(config: type[StructKind], settings: Mapping[str, Any], *, strict
         return parse_fields(settings, config, strict=strict)
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
+
+
+def name_settings(table: Mapping[str, Any], *structs: type[msgspec.Struct]) -> dict[str, Any]:
+    """Settings of a TOML file by the names of fields. Raises ConfigError for one that no struct has."""
+    known = {field for struct in structs for field in struct.__struct_fields__}
+    settings = {key.replace("-", "_"): value for key, value in table.items()}
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigError(f"unknown setting {describe_unknown(unknown[0], known)}")
+    return settings
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

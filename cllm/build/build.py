@@ -11,9 +11,7 @@ Standard library only: this runs before the dependencies are installed.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import re
@@ -24,37 +22,16 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from cllm.build import toolchain
+from cllm.build import module, options, toolchain
 from cllm.build.gpus import find_gpus
-from cllm.build.module import (
-    BYTES_PER_JOB,
-    GPU_CHOICES,
-    ModuleOptions,
-    choose_backend,
-    describe_time,
-    plan_module,
-)
-from cllm.build.options import (
-    LEFT_OUT_VARIANTS,
-    SERVER_PROGRAMS,
-    BuildOptions,
-    digest,
-    features,
-    find_builds,
-    machine,
-    revision,
-)
-from cllm.build.toolchain import (
-    BINDINGS_VERSION,
-    BuildError,
-    cache_directory,
-    default_jobs,
-    fetch_source,
-    log,
-)
+from cllm.build.module import ModuleOptions
+from cllm.build.options import LEFT_OUT_VARIANTS, SERVER_PROGRAMS, BuildOptions
+from cllm.build.toolchain import BuildError, cache_directory, log
 
 SAMPLING_SOURCE = Path(__file__).with_name("sampling.c")
 SAMPLING_NAME = "libcllm-sampling.so"  # in a folder of a library for every CPU
@@ -63,7 +40,7 @@ _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 
 def find_built() -> Path | None:
     """Return the folder of the newest finished build that suits this CPU, whichever compiler made it."""
-    return next(iter(find_builds(_suitable())), None)
+    return next(iter(options.find_builds(_suitable())), None)
 
 
 def _build(arguments: Namespace, force: bool) -> Path:
@@ -77,15 +54,12 @@ def _build(arguments: Namespace, force: bool) -> Path:
                 return target
             needed = _Tools.find()  # no build succeeds without these, so their errors end the search
             log(f"building llama.cpp: {options}")
-            started = time.monotonic()
+            work = _work_folder(options.key, force, alone=not options.variants)
+            settings = options.cmake_arguments(work, bool(arguments.programs))
+            targets, jobs = ["llama", *arguments.programs], arguments.jobs or toolchain.default_jobs()
             try:
-                work = _work_folder(options.key, force, alone=not options.variants)
-                settings = options.cmake_arguments(work, bool(arguments.programs))
-                targets = ["llama", *arguments.programs]
-                needed.compile(work, settings, targets, arguments.jobs or default_jobs())
-                for name in LEFT_OUT_VARIANTS:
-                    (work / "bin" / f"libggml-cpu-{name}.so").unlink(missing_ok=True)
-                _install(work / "bin", target, {**_info(options, arguments), **_when(started)})
+                when = needed.compile(work, settings, targets, jobs)
+                _install(work / "bin", target, {**_info(options, arguments), **when})
                 if options.variants:
                     shutil.rmtree(work)
                 return target
@@ -122,13 +96,13 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
     if arguments.gpu == "none":
         return None
     drivers = find_gpus()
-    backend = choose_backend(arguments.gpu, drivers)
+    backend = module.choose_backend(arguments.gpu, drivers)
     if backend is None:
         why = "".join(f" ({problem})" for problem in drivers.problems)
         log(f"no GPU here by the drivers of CUDA and Vulkan{why}: only the library for the CPU is built")
         return None
     compiler = toolchain.find_compiler(cache_directory() / "tools", arguments.compiler)
-    return plan_module(backend, drivers, compiler)
+    return module.plan_module(backend, drivers, compiler)
 
 
 def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
@@ -138,16 +112,16 @@ def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
         if _is_finished(target, arguments.force):
             return target
         tools = _Tools.find()
-        jobs = arguments.jobs or default_jobs(BYTES_PER_JOB[options.backend])
-        log(f"building {options}: {describe_time(options.backend, jobs)}")
-        started = time.monotonic()
+        jobs = arguments.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[options.backend])
+        log(f"building {options}: {module.describe_time(options.backend, jobs)}")
         work = _work_folder(options.key, arguments.force)
+        settings = options.cmake_arguments(work)
         try:
-            tools.compile(work, options.cmake_arguments(work), [options.target], jobs)
+            when = tools.compile(work, settings, [options.target], jobs)
         except BuildError as error:
             hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
             raise BuildError(f"{options} could not be built{hint}:\n{error}") from error
-        _install(work / "bin", target, {**options.info(), **_when(started)}, needed=options.target)
+        _install(work / "bin", target, {**options.info(), **when}, options.target)
         shutil.rmtree(work)
     return target
 
@@ -179,16 +153,21 @@ class _Tools(NamedTuple):
     def find(cls) -> Self:
         """Download what is missing. Raises BuildError."""
         tools = cache_directory() / "tools"
-        return cls(fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools))
+        return cls(toolchain.fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools))
 
-    def compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> None:
-        """Run CMake, then Ninja. Raises BuildError with the end of their output."""
+    def compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> dict[str, Any]:
+        """Run CMake and Ninja; returns date and duration. Raises BuildError with the end of their output."""
+        started = time.monotonic()
         command = [str(self.cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.ninja}"]
         command += ["-S", str(self.source / "vendor" / "llama.cpp"), "-B", str(work), *settings]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode != 0:
-            raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
+        code, output = toolchain.run_command(command)
+        if code != 0:
+            raise BuildError(f"CMake refused:\n{toolchain.last_lines(output)}")
         _run_ninja([str(self.ninja), "-C", str(work), "-j", str(jobs), *targets])
+        for name in LEFT_OUT_VARIANTS:
+            (work / "bin" / f"libggml-cpu-{name}.so").unlink(missing_ok=True)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return {"seconds": round(time.monotonic() - started, 1), "date": date}
 
 
 def _made_here(work: Path) -> bool:
@@ -215,9 +194,8 @@ def _run_ninja(command: list[str]) -> None:
             if done and total > largest // 2:  # not a step of a smaller build inside this one
                 _report(done, total, step[3].rpartition("/")[2].removesuffix(".o"))
     if process.returncode != 0:
-        raise BuildError(
-            f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(output))}"
-        )
+        shown = toolchain.last_lines("".join(output))
+        raise BuildError(f"Ninja ended with code {process.returncode}:\n{shown}")
 
 
 def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "llama") -> None:
@@ -245,7 +223,8 @@ def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "lla
 
 def sampling_path() -> Path:
     """Return the path of sampling in C, compiled for its source and this CPU."""
-    key = digest([SAMPLING_SOURCE.read_text(encoding="utf-8"), machine(), *features()])
+    source = SAMPLING_SOURCE.read_text(encoding="utf-8")
+    key = options.digest([source, options.machine(), *options.features()])
     return cache_directory() / "native" / f"libcllm-sampling-{key}.so"
 
 
@@ -261,22 +240,12 @@ def compile_sampling(compiler: str | None = None, folder: Path | None = None) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     found = toolchain.find_compiler(cache_directory() / "tools", compiler)
     for target in (("-march=native",), ("-mcpu=native",), ()) if folder is None else (("-Wl,--strip-all",),):
-        command = [
-            *found.c,
-            "-O3",
-            *target,
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            str(SAMPLING_SOURCE),
-            "-o",
-            str(new),
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode == 0:
+        flags = ("-O3", *target, "-shared", "-fPIC", "-pthread")
+        code, output = toolchain.run_command([*found.c, *flags, str(SAMPLING_SOURCE), "-o", str(new)])
+        if code == 0:
             new.replace(path)
             return
-    log(f"sampling in C could not be compiled, so sampling is slower: {done.stdout.strip()}")
+    log(f"sampling in C could not be compiled, so sampling is slower: {output.strip()}")
 
 
 def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> bool:
@@ -291,10 +260,10 @@ def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> b
 def _suitable() -> dict[str, Any]:
     """The part of `build.json` that must match for a build to be loaded here."""
     return {
-        "version": BINDINGS_VERSION,
-        "machine": machine(),
-        "cpu_features": list(features()),
-        "recipe": revision(),  # the build options; the key stays, so that finished builds are found
+        "version": toolchain.BINDINGS_VERSION,
+        "machine": options.machine(),
+        "cpu_features": list(options.features()),
+        "recipe": options.revision(),  # the build options; the key stays, so that finished builds are found
     }
 
 
@@ -312,24 +281,10 @@ def _info(options: BuildOptions, arguments: Namespace) -> dict[str, Any]:
     return info
 
 
-def _when(started: float) -> dict[str, Any]:
-    return {
-        "seconds": round(time.monotonic() - started, 1),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-@contextlib.contextmanager
-def _lock() -> Iterator[None]:
-    """Hold the build lock; the system releases it when its holder ends, however that happens."""
-    cache_directory().mkdir(parents=True, exist_ok=True)
-    with (cache_directory() / "build.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log("another process is building; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock() -> AbstractContextManager[None]:
+    """Hold the build lock."""
+    report = partial(log, "another process is building; waiting for it")
+    return toolchain.locked(cache_directory() / "build.lock", report)
 
 
 def _report(done: int, total: int, what: str) -> None:
@@ -346,47 +301,33 @@ def _report(done: int, total: int, what: str) -> None:
 def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.build") -> int:
     """Run the command line: progress on stderr, the folder on stdout."""
     parser = ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--force", action="store_true", help="build again even if a build is there; with --gpu, the module"
-    )
-    parser.add_argument(
-        "--gpu",
-        choices=GPU_CHOICES,
-        default="none",
-        help="also a module for the GPU; auto: the one that is here (default: none)",
-    )
-    parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
-    parser.add_argument("--portable", action="store_true", help="no flags for this CPU: slower, safe")
-    parser.add_argument(
-        "--variants",
-        action="store_true",
-        help="for every CPU of this architecture, as in the package cllm-native; used by CLLM_LIBRARY alone",
-    )
-    parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
-    parser.add_argument(
-        "--with-server",
-        action="store_const",
-        dest="programs",
-        const=SERVER_PROGRAMS,
-        default=(),
-        help="also llama-server and llama-bench, into bin/",
-    )
-    parser.add_argument("--fetch", action="store_true", help="only unpack the source; prints its folder")
+    option, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    switch("--force", help="build again even if a build is there; with --gpu, the module")
+    gpu = "also a module for the GPU; auto: the one that is here (default: none)"
+    option("--gpu", choices=module.GPU_CHOICES, default="none", help=gpu)
+    option("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
+    switch("--portable", help="no flags for this CPU: slower, safe")
+    variants = "for every CPU of this architecture, as in the package cllm-native; used by CLLM_LIBRARY alone"
+    switch("--variants", help=variants)
+    option("--jobs", type=int, help="compilers at a time (default: one per core)")
+    programs = partial(option, action="store_const", dest="programs", const=SERVER_PROGRAMS, default=())
+    programs("--with-server", help="also llama-server and llama-bench, into bin/")
+    switch("--fetch", help="only unpack the source; prints its folder")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.fetch:
             with _lock():
-                print(fetch_source())
+                print(toolchain.fetch_source())
             return 0
-        module = _plan(chosen)  # what is missing is said before minutes are spent
-        force = chosen.force and module is None
+        plan = _plan(chosen)  # what is missing is said before minutes are spent
+        force = chosen.force and plan is None
         special = force or chosen.compiler or chosen.portable or chosen.programs or chosen.variants
         built = (None if special else find_built()) or _build(chosen, force)
         print(built, flush=True)
         if not chosen.portable:
             compile_sampling(chosen.compiler, built if chosen.variants else None)
-        if module is not None:
-            print(_build_module(module, chosen))
+        if plan is not None:
+            print(_build_module(plan, chosen))
     except BuildError as error:
         log(f"error: {error}")
         return 2

@@ -6,6 +6,8 @@ environment that runs this. llama.cpp comes with the sdist of its Python binding
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shlex
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +66,28 @@ def write_record(path: Path, data: bytes) -> None:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, report: Callable[[], object]) -> Iterator[None]:
+    """Hold a lock file, until this process ends at the latest. `report` is called before waiting for another.
+
+    A file that was removed meanwhile is made again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise  # else the file system has no locks
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
 
 
 def source_directory() -> Path:
@@ -176,12 +201,17 @@ def install_tool(tools: Path, package: str, program: str) -> Path:
 def run_pip(*arguments: str) -> None:
     """Run this Python's pip. Raises BuildError with its output if it fails."""
     command = [sys.executable, "-m", "pip", *arguments]
-    environment = {**os.environ, "SKBUILD_WHEEL_CMAKE": "false"}  # else pip fetches CMake to read metadata
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode != 0:
-        raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(done.stdout)}")
+    # Without the variable pip fetches CMake to read metadata.
+    code, output = run_command(command, SKBUILD_WHEEL_CMAKE="false")
+    if code != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(output)}")
+
+
+def run_command(command: list[str], **variables: str) -> tuple[int, str]:
+    """Run a program; returns its exit code and what it printed, errors among it."""
+    pipe, variables = subprocess.PIPE, {**os.environ, **variables}
+    done = subprocess.run(command, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout
 
 
 def default_jobs(bytes_per_job: int = 2**30) -> int:

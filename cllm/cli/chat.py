@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cllm.cli.client import Url
 from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, Transcript, open_source
@@ -24,26 +25,21 @@ THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
 
 def chat_command(
     model: Annotated[
-        str,
-        typer.Argument(
-            **MODEL, show_default=False, help="File, hf:… or name. None: the server's, or embedded"
-        ),
+        str, Argument(**MODEL, show_default=False, help="File, hf:… or name. None: the server's, or embedded")
     ] = "",
     url: Url = "",
-    system: Annotated[str, typer.Option(metavar="TEXT", help="System prompt.", show_default=False)] = "",
-    think: Annotated[str, typer.Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")] = "on",
-    local: Annotated[
-        bool, typer.Option("--local", help="Load the model here, whatever server runs.")
-    ] = False,
+    system: Annotated[str, Option(metavar="TEXT", help="System prompt.", show_default=False)] = "",
+    think: Annotated[str, Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")] = "on",
+    local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs.")] = False,
     ctx_size: Annotated[
         int,
-        typer.Option(
-            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: by memory."
+        Option(
+            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: automatic"
         ),
     ] = 0,
-    threads: Annotated[int, typer.Option(**THREADS, help="Its threads. 0: one per core.")] = 0,
-    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model.")] = False,
-    log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL", metavar="LEVEL")] = "warning",
+    threads: Annotated[int, Option(**THREADS, help="Its threads. 0: one per core.")] = 0,
+    offline: Annotated[bool, Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model.")] = False,
+    log_level: Annotated[str, Option(envvar="CLLM_LOG_LEVEL", metavar="LEVEL")] = "warning",
 ) -> None:
     """Chat with a running server, or else with a model that is loaded here.
 
@@ -82,17 +78,15 @@ def _report(text: str) -> None:
 
 
 def run_command(
-    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
-    model: Annotated[str, typer.Option(**MODEL, help="File, hf:… or name; none: the embedded one")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate at most")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Same seed, same text")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
-    ] = False,
-    threads: Annotated[int, typer.Option(**THREADS, help="0: one per core")] = 0,
-    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
-    log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
+    prompt: Annotated[str, Argument(help="The prompt; '-' reads standard input")],
+    model: Annotated[str, Option(**MODEL, help="File, hf:… or name; none: the embedded one")] = "",
+    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens to generate at most")] = 256,
+    temperature: Annotated[float, Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
+    seed: Annotated[int, Option(min=0, metavar="N", help="Same seed, same text")] = 0,
+    raw: Annotated[bool, Option("--raw", help="Complete the prompt as it is: no chat template")] = False,
+    threads: Annotated[int, Option(**THREADS, help="0: one per core")] = 0,
+    offline: Annotated[bool, Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
+    log_level: Annotated[str, Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
     """Answer one prompt and print it as it comes."""
     from cllm.llm import LLM

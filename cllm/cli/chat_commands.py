@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
@@ -27,7 +28,6 @@ THINK = {
     "off": "the model answers without reasoning, where its template can switch it off",
     "hide": "reasoning is folded",
 }
-Words = Callable[[], Iterable[str]]
 
 
 def continues(text: str) -> bool:
@@ -49,15 +49,7 @@ class Command(NamedTuple):
     run: Callable[[str], None]
     usage: str
     help: str
-    words: Words | None = None
-
-    @property
-    def takes_path(self) -> bool:
-        return "PATH" in self.usage or "FILE" in self.usage
-
-    @property
-    def needs_argument(self) -> bool:
-        return bool(self.usage) and not self.usage.startswith("[")
+    words: Callable[[], Iterable[str]] = tuple
 
 
 class CommandCompleter(Completer):
@@ -73,10 +65,10 @@ class CommandCompleter(Completer):
             return
         command, space, rest = text[1:].partition(" ")
         known = self._commands.get(command)
-        if space and known is not None and known.takes_path:
+        if space and known is not None and ("PATH" in known.usage or "FILE" in known.usage):
             yield from self._files.get_completions(Document(rest), complete_event)
             return
-        words = (known.words() if known and known.words else ()) if space else self._commands
+        words = (known.words() if known else ()) if space else self._commands
         begun = rest if space else command
         for word in words:
             if word.startswith(begun):
@@ -104,9 +96,7 @@ def open_session(history: Path, completer: Completer) -> PromptSession[str]:
         else:
             event.current_buffer.validate_and_handle()
 
-    @bindings.add("escape", "enter")
-    def _new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
+    bindings.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
     return PromptSession(
         ">>> ",
@@ -120,10 +110,6 @@ def open_session(history: Path, completer: Completer) -> PromptSession[str]:
     )
 
 
-class Leave(Exception):
-    """The chat ends."""
-
-
 class ChatLoop:
     """Reads questions and commands until the user leaves."""
 
@@ -135,11 +121,10 @@ class ChatLoop:
         self._session = open_session(history, CommandCompleter(self.commands))
 
     def _make_commands(self) -> dict[str, Command]:
+        list_models = self._dialog.source.list_models
         return {
             "system": Command(self._system, "[TEXT|off]", "show or change the system prompt"),
-            "set": Command(
-                self._set, "[NAME [VALUE]]", "show or change a setting, as temperature 0.2", lambda: SETTINGS
-            ),
+            "set": Command(self._set, "[NAME [VALUE]]", "show or change a setting", lambda: SETTINGS),
             "think": Command(self._think, "on|off|hide", "reasoning: shown, none, folded", lambda: THINK),
             "file": Command(self._file, "PATH", "put a text file into the next question"),
             "json": Command(self._json, "[SCHEMA|FILE|off]", "answers are JSON: any object, or by a schema"),
@@ -148,9 +133,7 @@ class ChatLoop:
             "clear": Command(self._clear, "", "forget all questions and answers"),
             "save": Command(self._save, "PATH", "write the chat to a file"),
             "load": Command(self._load, "PATH", "continue a chat from a file"),
-            "model": Command(
-                self._model, "[NAME]", "list the models, or change to one", self._dialog.source.list_models
-            ),
+            "model": Command(self._model, "[NAME]", "list the models, or change to one", list_models),
             "stats": Command(self._stats, "", "tokens, speed and context so far"),
             "help": Command(self._help, "", "this list"),
             "bye": Command(self._leave, "", "leave (also /exit, Ctrl-D)"),
@@ -163,23 +146,16 @@ class ChatLoop:
         while True:
             try:
                 text = clean(self._session.prompt())
-            except KeyboardInterrupt:
-                if self._interrupted:
-                    return
-                self._interrupted = True
-                self._screen.remark(LEAVE)
-                continue
-            except EOFError:
-                return
-            self._interrupted = False
-            try:
+                self._interrupted = False
                 self._take(text)
-            except Leave:
+            except EOFError:
                 return
             except CllmError as error:
                 kept = "; /retry asks again" if self._dialog.transcript.unanswered else ""
                 self._screen.say(f"cllm: {error}{kept}")
-            except KeyboardInterrupt:  # in a command
+            except KeyboardInterrupt:
+                if self._interrupted:
+                    return
                 self._interrupted = True
                 self._screen.remark(LEAVE)
 
@@ -198,7 +174,7 @@ class ChatLoop:
             known = describe_unknown(name, self.commands)
             raise InvalidRequest(f"there is no command {known}; /help lists them")
         command, rest = self.commands[name], rest.strip()
-        if command.needs_argument and not rest:
+        if command.usage and not command.usage.startswith("[") and not rest:
             raise InvalidRequest(f"say /{name} {command.usage}")
         command.run(rest)
 
@@ -238,25 +214,16 @@ class ChatLoop:
         self._screen.say(f"{path.name}, {size:,} characters, goes into the next question")
 
     def _json(self, rest: str) -> None:
-        transcript = self._dialog.transcript
-        if rest == "off":
-            transcript.schema = None
-        elif not rest:
-            transcript.schema = {}
-        else:
+        schema: dict[str, Any] | None = None if rest == "off" else {}
+        if rest not in ("", "off"):
+            text = rest if rest.startswith("{") else read_text(Path(rest))
             try:
-                schema = json.loads(rest if rest.startswith("{") else read_text(Path(rest)))
-            except ValueError as error:
+                schema = msgspec.json.decode(text, type=dict[str, Any])
+            except msgspec.MsgspecError as error:
                 raise InvalidRequest(f"this is no JSON schema: {error}") from None
-            if not isinstance(schema, dict):
-                raise InvalidRequest("this is no JSON schema: it must be an object")
-            transcript.schema = schema
-        form = transcript.schema
-        self._screen.say(
-            "answers are text"
-            if form is None
-            else f"answers are JSON, {'by the schema' if form else 'any object'}"
-        )
+        self._dialog.transcript.schema = schema
+        form = "by the schema" if schema else "any object"
+        self._screen.say("answers are text" if schema is None else f"answers are JSON, {form}")
 
     def _retry(self, rest: str) -> None:
         if not self._dialog.transcript.drop_answer():
@@ -265,8 +232,9 @@ class ChatLoop:
 
     def _undo(self, rest: str) -> None:
         transcript = self._dialog.transcript
-        if not transcript.drop_turn():
+        if not transcript.drop_answer():
             raise InvalidRequest("there is no question to forget")
+        transcript.messages.pop()
         self._screen.say(f"forgotten; {_count(transcript)} left")
 
     def _clear(self, rest: str) -> None:
@@ -298,9 +266,8 @@ class ChatLoop:
         tokens, seconds = sum(each.tokens for each in stats), sum(each.seconds for each in stats)
         speed = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
         self._screen.say(f"model    {source.name} ({source.where})")
-        self._screen.say(
-            f"chat     {_count(self._dialog.transcript)}, {len(stats)} answers, {tokens:,} tokens{speed}"
-        )
+        questions = _count(self._dialog.transcript)
+        self._screen.say(f"chat     {questions}, {len(stats)} answers, {tokens:,} tokens{speed}")
         if stats:
             self._screen.say(f"last     {self._dialog.describe_last()}")
 
@@ -310,7 +277,7 @@ class ChatLoop:
         self._screen.say('Alt-Enter, a \\ at the end or """ continue a text; Ctrl-C stops, twice leaves')
 
     def _leave(self, rest: str) -> None:
-        raise Leave
+        raise EOFError
 
 
 def _count(transcript: Transcript) -> str:

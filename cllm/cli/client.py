@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import typer
+from typer import Argument, Option
 
 from cllm.cli.terminal import AsJson, print_columns
 from cllm.config import ServerConfig
@@ -24,12 +25,9 @@ CONNECT_S = 3.0
 READ_S = 600.0  # a server that computes a long prompt is silent meanwhile
 DATA = "data:"
 Url = Annotated[
-    str,
-    typer.Option(
-        "--url", envvar="CLLM_URL", metavar="URL", show_default=False, help="Address of the server."
-    ),
+    str, Option("--url", envvar="CLLM_URL", metavar="URL", show_default=False, help="Address of the server.")
 ]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model that the server has.")]
+Name = Annotated[str, Argument(metavar="MODEL", help="Name of a model that the server has.")]
 
 
 def get_key() -> str:
@@ -53,10 +51,6 @@ class ServerModel(NamedTuple):
     context: int
     aliases: tuple[str, ...] = ()
     loaded: bool = True
-
-    def is_called(self, name: str) -> bool:
-        wanted = name.lower().removesuffix(":latest")
-        return wanted in (known.lower() for known in (self.name, *self.aliases))
 
 
 class ServerClient:
@@ -93,15 +87,10 @@ class ServerClient:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return False
 
-    def get(self, path: str) -> Any:
-        return self._request("GET", path)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return self._request("POST", path, json=body)
-
-    def _request(self, method: str, path: str, **options: Any) -> Any:
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """GET, or POST a body; returns the answer's JSON."""
         with self._reporting():
-            answer = self._client.request(method, path, **options)
+            answer = self._client.request("GET" if body is None else "POST", path, json=body)
             _check(answer)
             return answer.json()
 
@@ -114,15 +103,15 @@ class ServerClient:
                 tuple(entry.get("aliases") or ()),
                 entry.get("loaded", True) is not False,
             )
-            for entry in self.get("/v1/models").get("data") or []
+            for entry in self.request("/v1/models").get("data") or []
         ]
         return sorted(found, key=lambda model: not model.loaded)
 
     def find_model(self, name: str) -> ServerModel:
         """Return the model of this name, or any for "". Raise ModelNotFound, with the list."""
-        models = self.models()
+        models, wanted = self.models(), name.lower().removesuffix(":latest")
         for model in models:
-            if not name or model.is_called(name):
+            if not name or wanted in (known.lower() for known in (model.name, *model.aliases)):
                 return model
         names = ", ".join(model.name for model in models) or "none"
         raise ModelNotFound(f"the server at {self.url} has no model {name!r}; it serves: {names}")
@@ -130,8 +119,6 @@ class ServerClient:
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a stream. Leaving the loop closes the connection, which cancels the request."""
         with self._reporting(), self._client.stream("POST", path, json=body) as answer:
-            if answer.is_error:
-                answer.read()
             _check(answer)
             for line in answer.iter_lines():
                 text = line.removeprefix(DATA).strip()
@@ -158,21 +145,21 @@ class ServerClient:
 
 def _check(answer: httpx.Response) -> None:
     """Raises the error that the server answered with."""
-    if not answer.is_error:
-        return
-    try:
-        raise _make_error(answer.json())
-    except ValueError:
-        raise ServerUnreachable(f"the server answered with status {answer.status_code}") from None
+    if answer.is_error:
+        answer.read()  # that of a stream, too
+        try:
+            raise _make_error(answer.json())
+        except ValueError:
+            raise ServerUnreachable(f"the server answered with status {answer.status_code}") from None
 
 
 def _make_error(body: Any) -> CllmError:
     """The error of a body, in the shape of any API."""
-    error = body.get("error") if isinstance(body, dict) else None
+    found = body if isinstance(body, dict) else {}
+    error = found.get("error")
     if isinstance(error, dict):
         return from_code(str(error.get("code")), str(error.get("message") or error))
-    message = body.get("message") if isinstance(body, dict) else None
-    return from_code(str(error), str(message or error or body))
+    return from_code(str(error), str(found.get("message") or error or body))
 
 
 # Commands ----------------------------------------------------------------------------------------
@@ -185,26 +172,19 @@ def ps_command(url: Url = "", as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(models, indent=2))
         return
-    rows = [
-        (
-            model["name"],
-            model.get("state", ""),
-            format_size(model.get("size_bytes") or 0),
-            format_size(memory) if (memory := sum((model.get("memory_bytes") or {}).values())) else "",
-            str(model.get("context") or ""),
-            str(model.get("requests", "")),
-            _describe_end(model),
-        )
-        for model in models
-    ]
+    rows = []
+    for model in models:
+        memory = sum((model.get("memory_bytes") or {}).values())
+        sizes = format_size(model.get("size_bytes") or 0), format_size(memory) if memory else ""
+        counts = str(model.get("context") or ""), str(model.get("requests", ""))
+        rows.append((model["name"], model.get("state", ""), *sizes, *counts, _describe_end(model)))
     print_columns(("name", "state", "size", "takes", "context", "requests", "until"), rows)
 
 
 def list_served(client: ServerClient) -> list[dict[str, Any]]:
     """The models as `/admin/models` tells them; for a key that is no operator's, as `/v1/models` does."""
     try:
-        models: list[dict[str, Any]] = client.get("/admin/models")["models"]
-        return models
+        return list(client.request("/admin/models")["models"])
     except (Forbidden, NotFound):
         return [
             {
@@ -213,7 +193,7 @@ def list_served(client: ServerClient) -> list[dict[str, Any]]:
                 "size_bytes": (entry.get("meta") or {}).get("size", 0),
                 "context": entry.get("context_length", 0),
             }
-            for entry in client.get("/v1/models")["data"]
+            for entry in client.request("/v1/models")["data"]
         ]
 
 
@@ -241,7 +221,7 @@ def unload_command(model: Name, url: Url = "") -> None:
 
 def _change(verb: str, model: str, url: str) -> None:
     with ServerClient(url) as client:
-        answer = client.post(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
+        answer = client.request(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
     memory = sum((answer.get("memory_bytes") or {}).values())
     shown = f", {format_size(memory)} of memory" if memory and verb == "load" else ""
     typer.echo(f"{answer['name']} is {answer['state']}{shown}")

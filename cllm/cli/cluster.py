@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,44 +16,26 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from cllm.cli.options import GroupedHelp, with_options
 from cllm.cli.prepare import PrepareTask, finish
-from cllm.cluster.deployment import (
-    SETTINGS,
-    ask_loads,
-    connect,
-    count_cpus,
-    deploy,
-    list_deployments,
-    list_nodes,
-    remove,
-)
-from cllm.cluster.directory import (
-    DEFAULT_PORT,
-    TOKEN_FILE,
-    RayDirectory,
-    digest_model,
-    name_deployment,
-    split_address,
-)
+from cllm.cluster import deployment, directory
+from cllm.cluster.directory import DEFAULT_PORT, RayDirectory, digest_model, name_deployment, split_address
 from cllm.cluster.replica import ReplicaSettings
 from cllm.config import Config, EngineConfig, PreparedModel
 from cllm.errors import ConfigError, SetupError
 from cllm.models.resolve import resolve
 from cllm.workers.supervisor import WORKER_MODULE
 
-cluster_app = typer.Typer(
-    help="Several machines as one, on Ray Serve.", no_args_is_help=True, add_completion=False
-)
+cluster_app = typer.Typer(help="Several machines, on Ray Serve.", no_args_is_help=True, add_completion=False)
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing is kept there
 Address = Annotated[
-    str,
-    typer.Option("--cluster", help="The head: HOST or HOST:PORT.", envvar="CLLM_CLUSTER", metavar="ADDRESS"),
+    str, Option("--cluster", help="The head: HOST[:PORT].", envvar="CLLM_CLUSTER", metavar="ADDRESS")
 ]
-Cpus = Annotated[int, typer.Option("--cpus", help="CPUs for replicas here. 0: all.", min=0)]
-Gpus = Annotated[int, typer.Option("--gpus", help="GPUs for replicas here. -1: all.", min=-1)]
-Block = Annotated[bool, typer.Option("--block", help="Stay in the foreground, for a service manager.")]
+Cpus = Annotated[int, Option("--cpus", help="CPUs for replicas here. 0: all.", min=0)]
+Gpus = Annotated[int, Option("--gpus", help="GPUs for replicas here. -1: all.", min=-1)]
+Block = Annotated[bool, Option("--block", help="Stay in the foreground, for a service manager.")]
 LOCAL = "127.0.0.1"
 
 
@@ -61,38 +44,31 @@ def make_token(path: Path) -> bool:
     if path.is_file():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
         file.write(secrets.token_hex(32))
     return True
 
 
 def token_path() -> Path:
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", directory.TOKEN_FILE)).expanduser()
 
 
 def connect_to(cluster: str) -> str:
     """Connect to the head of a cluster; returns its HOST:PORT."""
     address = ":".join(map(str, split_address(cluster)))
-    connect(address)
+    deployment.connect(address)
     return address
 
 
-def find_ray() -> str:
-    """Ray's own command, beside this Python. Raises ConfigError."""
-    found = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")
-    if found is None:
-        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'")
-    return found
-
-
 def run_ray(arguments: Sequence[str], **variables: str) -> None:
-    """Run Ray's command with our settings. Raises SetupError with what it said last."""
-    environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
+    """Run Ray's command, beside this Python, with our settings. Raises SetupError with what it said last."""
+    program = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")
+    if program is None:
+        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'")
+    environment = {**deployment.SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
     output, errors = (None, None) if "--block" in arguments else (subprocess.PIPE, subprocess.STDOUT)
-    command = [find_ray(), *arguments]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True
-    )
+    command, nothing = [program, *arguments], subprocess.DEVNULL
+    done = subprocess.run(command, env=environment, stdin=nothing, stdout=output, stderr=errors, text=True)
     if done.returncode:
         lines = [line for line in (done.stdout or "").splitlines() if line.strip()]
         raise SetupError(f"ray {arguments[0]} failed: {lines[-1] if lines else done.returncode}")
@@ -108,12 +84,10 @@ def make_start(cpus: int, gpus: int, block: bool) -> list[str]:
 
 @cluster_app.command("head")
 def head_command(
-    port: Annotated[int, typer.Option("--port", help="Port of the head.", min=1, max=65535)] = DEFAULT_PORT,
-    address: Annotated[
-        str, typer.Option("--node-ip", help="Address of this machine for the others.", metavar="IP")
-    ] = "",
+    port: Annotated[int, Option("--port", help="Port of the head.", min=1, max=65535)] = DEFAULT_PORT,
+    address: Annotated[str, Option("--node-ip", help="Its address for other machines.", metavar="IP")] = "",
     storage: Annotated[
-        Path, typer.Option("--storage", help="Folder of the cluster's state, on a disk of this machine.")
+        Path, Option("--storage", help="Folder of the cluster's state, on a disk of this machine.")
     ] = Path("~/.cache/cllm/cluster"),
     cpus: Cpus = 0,
     gpus: Gpus = -1,
@@ -141,7 +115,7 @@ def head_command(
 
 @cluster_app.command("join")
 def join_command(
-    head: Annotated[str, typer.Argument(help="The head: HOST or HOST:PORT.")],
+    head: Annotated[str, Argument(help="The head: HOST or HOST:PORT.")],
     cpus: Cpus = 0,
     gpus: Gpus = -1,
     block: Block = False,
@@ -160,23 +134,20 @@ def deploy_command(
     config: Config,
     cluster: Address = LOCAL,
     replicas: Annotated[
-        int, typer.Option("--replicas", "--min", help="Replicas; with --max, at least.", min=1, metavar="N")
+        int, Option("--replicas", "--min", help="Replicas, at least.", min=1, metavar="N")
     ] = 1,
-    most: Annotated[
-        int, typer.Option("--max", help="Scale up to this many replicas. 0: not at all.", min=0, metavar="N")
-    ] = 0,
-    gpus: Annotated[float, typer.Option("--gpus", help="GPUs of each replica.", min=0, metavar="N")] = 0.0,
+    most: Annotated[int, Option("--max", help="Scale up to N replicas. 0: never.", min=0, metavar="N")] = 0,
+    gpus: Annotated[float, Option("--gpus", help="GPUs of each replica.", min=0, metavar="N")] = 0.0,
     drain_s: Annotated[
-        float,
-        typer.Option("--drain-s", help="Seconds for its requests when a replica ends.", min=0, metavar="N"),
+        float, Option("--drain-s", help="Seconds for its requests when a replica ends.", min=0, metavar="N")
     ] = 30.0,
 ) -> None:
     """Have replicas of a model computed by a cluster, or change them while the others serve."""
     address, engine = connect_to(cluster), config.engine
     if not engine.threads:
-        engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
+        engine = msgspec.structs.replace(engine, threads=2 if gpus else deployment.count_cpus())
     settings = make_settings(engine, drain_s)
-    deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
+    deployment.deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
     typer.echo(f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {address}")
 
 
@@ -191,12 +162,8 @@ def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
     path = resolve(engine.model, offline=engine.offline)
     if Path(engine.model).expanduser().is_file():  # other machines have no folder of that name to begin at
         engine = msgspec.structs.replace(engine, model=str(path.resolve()))
-    return ReplicaSettings(
-        name=name_deployment(engine, path),
-        engine=engine,
-        digest=digest_model(path),
-        drain_s=drain_s,
-    )
+    name, digest = name_deployment(engine, path), digest_model(path)
+    return ReplicaSettings(name=name, engine=engine, digest=digest, drain_s=drain_s)
 
 
 def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
@@ -216,15 +183,15 @@ def status_command(cluster: Address = LOCAL) -> None:
     console = Console(highlight=False)
     directory = RayDirectory(connect_to(cluster))
     nodes = Table("machine", "state", "CPUs", "GPUs", box=None)
-    for node in list_nodes():
+    for node in deployment.list_nodes():
         state = "alive" if node["alive"] else "gone"
         nodes.add_row(node["address"], state, f"{node.get('CPU', 0):.0f}", f"{node.get('GPU', 0):.0f}")
     console.print(nodes)
-    for name, (state, counts, message) in list_deployments().items():
+    for name, (state, counts, message) in deployment.list_deployments().items():
         listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
         console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
         addresses = directory.list(name)
-        loads = ask_loads(addresses)
+        loads = deployment.ask_loads(addresses)
         table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
         for each in addresses:
             if (load := loads.get(each.replica)) is None:
@@ -238,17 +205,15 @@ def status_command(cluster: Address = LOCAL) -> None:
 
 @cluster_app.command("down")
 def down_command(
-    model: Annotated[
-        str, typer.Argument(help="Only this model; without it, all that runs on this machine.")
-    ] = "",
+    model: Annotated[str, Argument(help="Only this model; without it, all that runs on this machine.")] = "",
     cluster: Address = LOCAL,
 ) -> None:
     """End a model's replicas, which drain; or end the cluster's processes on this machine."""
     if model:
         connect_to(cluster)
-        if model not in list_deployments():
-            raise ConfigError(f"there is no model {model} in the cluster: {', '.join(list_deployments())}")
-        remove(model)
+        if model not in (known := deployment.list_deployments()):
+            raise ConfigError(f"there is no model {model} in the cluster: {', '.join(known)}")
+        deployment.remove(model)
     else:
         run_ray(["stop", "--grace-period", "10"])
     typer.echo(f"{model} has ended" if model else "nothing of the cluster is left on this machine")

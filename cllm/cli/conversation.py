@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -72,21 +73,11 @@ class Transcript(msgspec.Struct):
             self.messages.pop()
         self.messages.append(Message("user", question))
 
-    def answer(self, text: str, reasoning: str = "") -> None:
-        self.messages.append(Message("assistant", text, reasoning))
-
     def drop_answer(self) -> bool:
         """Make the last question one without an answer; False where there is none."""
         if self.messages and not self.unanswered:
             self.messages.pop()
         return self.unanswered
-
-    def drop_turn(self) -> bool:
-        """Forget the last question and its answer; False where there is none."""
-        if not self.drop_answer():
-            return False
-        self.messages.pop()
-        return True
 
     def rendered(self) -> list[dict[str, Any]]:
         """The messages as an API takes them."""
@@ -123,9 +114,7 @@ class Transcript(msgspec.Struct):
         """Write it as JSON, for this user only. Raises ConfigError."""
         data = msgspec.json.format(msgspec.json.encode(self), indent=2)
         try:
-            with open(
-                path.expanduser(), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)
-            ) as file:
+            with open(path.expanduser(), "wb", opener=partial(os.open, mode=0o600)) as file:
                 file.write(data + b"\n")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
@@ -218,27 +207,28 @@ class AnswerStats:
 Answer = Generator[Piece | AnswerEnd, None, None]  # pieces, then one end
 
 
-class ServerAnswers:
-    """Answers of a running server."""
+class ServerAnswers(ServerClient):
+    """Answers of a running server, once a model of it is chosen."""
 
-    def __init__(self, client: ServerClient, model: str = "") -> None:
-        """Raise ModelNotFound, with the list, where the server has no model of this name."""
-        self._client = client
-        self.where = client.url
-        self.change_model(model)
+    name, context = "", 0  # a context of 0 is unknown
+
+    @property
+    def where(self) -> str:
+        return self.url
 
     def list_models(self) -> list[str]:
         """List the names that `change_model` takes."""
-        return [model.name for model in self._client.models()]
+        return [model.name for model in self.models()]
 
     def change_model(self, name: str) -> None:
-        self.name, self.context = self._client.find_model(name)[:2]  # a context of 0 is unknown
+        """Take the model of this name, or any for "". Raise ModelNotFound, with the list."""
+        self.name, self.context = self.find_model(name)[:2]
 
     def answer(self, messages: Messages, options: Options) -> Answer:
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.name, "messages": messages, **options, **usage}
         end = AnswerEnd()
-        with closing(self._client.stream("/v1/chat/completions", body)) as events:
+        with closing(self.stream("/v1/chat/completions", body)) as events:
             for event in events:
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
@@ -251,9 +241,6 @@ class ServerAnswers:
                     cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                     end = AnswerEnd(used["prompt_tokens"], used["completion_tokens"], cached, end.cut)
         yield end
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class LocalAnswers:
@@ -325,10 +312,10 @@ def open_source(
     if local:
         return LocalAnswers(config, report)
     with ExitStack() as stack:
-        client = stack.enter_context(ServerClient(url))
-        if url or client.is_running():
+        source = stack.enter_context(ServerAnswers(url))
+        if url or source.is_running():
             try:
-                source = ServerAnswers(client, model)
+                source.change_model(model)
                 stack.pop_all()
                 return source
             except ModelNotFound as error:
@@ -336,7 +323,7 @@ def open_source(
                     raise
                 report(f"{error}; it is loaded here")
             except Unauthorized:
-                needed = f"the server at {client.url} needs an API key: set CLLM_API_KEY"
+                needed = f"the server at {source.url} needs an API key: set CLLM_API_KEY"
                 raise ConfigError(f"{needed}; --local loads a model here") from None
     return LocalAnswers(config, report)
 
@@ -363,7 +350,7 @@ class Dialog:
             self.screen.end()
         self.stats.append(stats)
         if text or not stopped:
-            self.transcript.answer("".join(text), "".join(reasoning))
+            self.transcript.messages.append(Message("assistant", "".join(text), "".join(reasoning)))
         return not stopped
 
     def _read(self, stats: AnswerStats, text: list[str], reasoning: list[str]) -> None:

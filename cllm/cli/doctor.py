@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from cllm import __version__
 from cllm.backend.llama import library
@@ -33,12 +34,10 @@ _NOTABLE = (
 
 
 def doctor_command(
-    model: Annotated[
-        str, typer.Argument(help="GGUF file; none: the embedded model", show_default=False)
-    ] = "",
-    parallel: Annotated[int, typer.Option(min=0, max=255)] = EngineConfig().parallel,
-    ctx_size: Annotated[int, typer.Option(min=0)] = EngineConfig().ctx_size,
-    threads: Annotated[int, typer.Option(min=0)] = 0,
+    model: Annotated[str, Argument(help="GGUF file; none: the embedded model", show_default=False)] = "",
+    parallel: Annotated[int, Option(min=0, max=255)] = EngineConfig().parallel,
+    ctx_size: Annotated[int, Option(min=0)] = EngineConfig().ctx_size,
+    threads: Annotated[int, Option(min=0)] = 0,
 ) -> None:
     """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
     table = Table(show_header=False, box=None)
@@ -56,11 +55,8 @@ def doctor_command(
         config = EngineConfig(model=str(path), parallel=parallel, ctx_size=ctx_size, threads=threads)
         header = GgufHeader(path)
         fit = MemoryFit(header, config, list_devices())
-        table.add_row(
-            "model",
-            f"{header.path.name}: {header.architecture}, {len(header.tensors)} tensors, "
-            f"trained for {header.context_train} tokens",
-        )
+        trained = f"{len(header.tensors)} tensors, trained for {header.context_train} tokens"
+        table.add_row("model", f"{header.path.name}: {header.architecture}, {trained}")
         table.add_row("placement", fit.placement.describe())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
@@ -85,15 +81,10 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
     table.add_row("compiled for", system_info)
     if packaged:
         table.add_row("variant", loaded_variant() or "unknown")
-        table.add_row("`cllm build`", _advise(unused_features(features, system_info)))
-
-
-def _advise(unused: list[str]) -> str:
-    """Say if a build for this CPU pays."""
-    time = describe_time("cpu")
-    if unused:
-        return f"would pay: this CPU has {', '.join(unused)}, which the variant does not use ({time})"
-    return f"would gain a few percent at most: the variant uses all that this CPU has ({time})"
+        gain = "would gain a few percent at most: the variant uses all that this CPU has"
+        if unused := unused_features(features, system_info):
+            gain = f"would pay: this CPU has {', '.join(unused)}, which the variant does not use"
+        table.add_row("`cllm build`", f"{gain} ({describe_time('cpu')})")
 
 
 def _build_info(folder: Path) -> str:
@@ -110,12 +101,9 @@ def _build_info(folder: Path) -> str:
 def _gpus(folder: Path, table: Table) -> None:
     """Add what the drivers report, the module for it, and the devices that the library has with it."""
     drivers = find_gpus()
-    for gpu in drivers.gpus:
-        table.add_row("GPU", str(gpu))
-    for problem in drivers.problems:
-        table.add_row("GPU", f"[red]{problem}[/red]")
-    if not drivers.gpus and not drivers.problems:
-        table.add_row("GPU", "none")
+    rows = [*map(str, drivers.gpus), *(f"[red]{problem}[/red]" for problem in drivers.problems)]
+    for row in rows or ["none"]:
+        table.add_row("GPU", row)
     module = choose_module(library.modules_for(folder), drivers)
     if module is not None:
         table.add_row("GPU module", str(module.path.parent))

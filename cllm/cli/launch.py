@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from cllm.cli.client import KEY_VARIABLE, ServerClient, Url, get_key
 from cllm.errors import ConfigError, ServerUnreachable
@@ -91,30 +92,23 @@ AGENTS = {
 
 
 def launch_command(
-    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="claude, codex, opencode or aider.")],
+    program: Annotated[str, Argument(metavar="PROGRAM", help="claude, codex, opencode or aider.")],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed on to it; after --.", show_default=False),
+        list[str] | None, Argument(metavar="ARGS", help="Passed on to it; after --.", show_default=False)
     ] = None,
     url: Url = "",
     model: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="One of the server's models. Default: its first.", show_default=False
-        ),
+        Option(metavar="NAME", help="One of the server's models. Default: its first.", show_default=False),
     ] = "",
-    only_print: Annotated[
-        bool, typer.Option("--print", help="Print the lines to paste; run nothing.")
-    ] = False,
+    only_print: Annotated[bool, Option("--print", help="Print the lines to paste; run nothing.")] = False,
 ) -> None:
     """Run a coding agent on a running server: sets the variables and options that it wants.
 
     Its own configuration files stay as they are.
     """
     if program not in AGENTS:
-        raise ConfigError(
-            f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has the lines for others"
-        )
+        raise ConfigError(f"{program}: there are {', '.join(AGENTS)}; docs/agents.md has lines for others")
     agent = AGENTS[program]
     server = _find_server(url, model, optional=only_print)
     if only_print:

@@ -23,7 +23,7 @@ PORT = "8080"
 SLOTS = 4  # where neither --parallel nor memory says otherwise
 UBATCH = 512  # its own default, tokens
 NO_LIMIT_MB = 1 << 20
-LEVELS = ("error", "error", "warning", "info")  # by verbosity; above these: debug
+LEVELS = ("error", "error", "warning", "info", "debug")  # by verbosity
 
 _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
 
@@ -32,16 +32,17 @@ _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
 #   =FIELD   a setting of cllm                  ?FIELD         a setting that is on or off
 #   +FIELD   a setting that is not negative     @FIELD=VALUE   a setting with this value
 #   :FIELD   a field of requests that lack it   "FIELD         such a field, a text even if it is a number
-#   !NAME    a method of `Translation`          /ROUTE         a route that all clients may use
+#   !NAME    settings, by `_SETTINGS`           &NAME          fields of requests, by `_FIELDS`
+#   /ROUTE   a route that all clients may use
 _FLAGS = """
 -m --model                          MODEL               1 =model
 -a --alias                          ALIAS               1 !alias
 -t --threads                        THREADS             1 +threads
 --poll                              .                   1 =poll
--c --ctx-size                       CTX_SIZE            1 !context
+-c --ctx-size                       CTX_SIZE            1 +ctx_size
 -np --parallel                      N_PARALLEL          1 +parallel
--kvu --kv-unified / -no-kvu --no-kv-unified KV_UNIFIED  0 !unified
--b --batch-size                     BATCH               1 !batch
+-kvu --kv-unified / -no-kvu --no-kv-unified KV_UNIFIED  0 ?unified_kv
+-b --batch-size                     BATCH               1 +batch_size
 -ub --ubatch-size                   UBATCH              1 =batch_tokens
 -fa --flash-attn                    FLASH_ATTN          1 !flash
 --repack / -nr --no-repack          REPACK              0 ?extra_buffers
@@ -73,7 +74,7 @@ _FLAGS = """
 --slot-save-path                    .                   1 !save_path
 --metrics                           ENDPOINT_METRICS    0 /metrics
 --props                             ENDPOINT_PROPS      0 /props
---slots / --no-slots                ENDPOINT_SLOTS      0 !slots
+--slots / --no-slots                ENDPOINT_SLOTS      0 ?slots
 -v --verbose --log-verbose          .                   0 @log_level=debug
 -lv --verbosity --log-verbosity     LOG_VERBOSITY       1 !verbosity
 --log-disable                       .                   0 @log_level=error
@@ -85,24 +86,24 @@ _FLAGS = """
 --typical --typical-p               .                   1 :typical_p
 --repeat-last-n                     .                   1 :penalty_last_n
 --repeat-penalty                    REPEAT_PENALTY      1 :repetition_penalty
---dry-sequence-breaker              .                   1 !breaker
+--dry-sequence-breaker              .                   1 &breaker
 --mirostat-lr                       .                   1 :mirostat_eta
 --mirostat-ent                      .                   1 :mirostat_tau
---samplers                          .                   1 !samplers
+--samplers                          .                   1 &samplers
 --sampler-seq --sampling-seq        .                   1 "samplers
 --ignore-eos                        .                   0 :ignore_eos
--l --logit-bias                     .                   1 !bias
+-l --logit-bias                     .                   1 &bias
 --grammar                           .                   1 "grammar
---grammar-file                      .                   1 !grammar_file
--j --json-schema                    .                   1 !schema
--jf --json-schema-file              .                   1 !schema_file
--r --reverse-prompt                 .                   1 !stop
+--grammar-file                      .                   1 &grammar_file
+-j --json-schema                    .                   1 &schema
+-jf --json-schema-file              .                   1 &schema_file
+-r --reverse-prompt                 .                   1 &stop
 --cache-prompt / --no-cache-prompt  CACHE_PROMPT        0 :cache_prompt
---chat-template-kwargs              CHAT_TEMPLATE_KWARGS 1 !template_options
+--chat-template-kwargs              CHAT_TEMPLATE_KWARGS 1 &template_options
 --reasoning-format                  THINK               1 :reasoning_format
--rea --reasoning                    REASONING           1 !reasoning
---reasoning-effort                  REASONING_EFFORT    1 !effort
---reasoning-budget                  THINK_BUDGET        1 !budget
+-rea --reasoning                    REASONING           1 &reasoning
+--reasoning-effort                  REASONING_EFFORT    1 &effort
+--reasoning-budget                  THINK_BUDGET        1 &budget
 --sleep-idle-seconds                .                   1 +sleep_idle_s
 -mu --model-url                     MODEL_URL           1 =model
 -hf -hfr --hf-repo                  HF_REPO             1 !repo
@@ -130,45 +131,43 @@ _ALWAYS_SWITCHES = """
 --prefill-assistant --spec-draft-backend-sampling --no-spec-draft-backend-sampling --spec-default
 """
 _ALWAYS_VALUES = """
---keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx --log-colors
---threads-http
+--keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx --log-colors --threads-http
 """
 
 # Without a counterpart: they are named in a warning.
 _MISSING_SWITCHES = """
 -cl --cache-list --completion-bash --list-devices --swa-full -nkvo --no-kv-offload --no-host --check-tensors
---no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp
---special --spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port
---cors-credentials --ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve
---skip-chat-parsing --no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed
---cpu-moe-draft --mlock --mmap --no-mmap
+--no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp --special
+--spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port --cors-credentials
+--ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve --skip-chat-parsing
+--no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed --cpu-moe-draft --mlock --mmap
+--no-mmap
 """
 _MISSING_VALUES = """
 -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio -Cb --cpu-mask-batch -Crb
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --rope-scaling --rope-scale --rope-freq-base
 --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --rpc
 -lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv --lora
---lora-scaled --control-vector -hft --hf-token
---control-vector-scaled -hff --hf-file --log-file --spec-draft-type-k -ctkd --cache-type-k-draft
---spec-draft-type-v -ctvd --cache-type-v-draft --adaptive-target --adaptive-decay -lcs --lookup-cache-static
--lcd --lookup-cache-dynamic --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms
---checkpoint-min-step -mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image-min-tokens
---image-max-tokens --mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir --tags
---path --cors-methods --cors-headers --api-prefix --ui-config --webui-config --ui-config-file
---webui-config-file --tools --tools-runtime --mcp-servers-config --mcp-servers-json --sse-ping-interval
---cache-reuse --media-path --models-dir --models-preset --models-max --reasoning-budget-message -sps
---slot-prompt-similarity --log-prompts-dir --spec-draft-hf -hfd -hfrd --hf-repo-draft --spec-draft-threads -td
---threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft --spec-draft-cpu-mask -Cd
---cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft --spec-draft-cpu-strict --cpu-strict-draft
---spec-draft-prio --prio-draft --spec-draft-poll --poll-draft --spec-draft-cpu-mask-batch -Cbd
---cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch
---prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-override-tensor -otd
---override-tensor-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft --spec-draft-n-min
---spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split --spec-draft-p-min --draft-p-min
---spec-draft-device -devd --device-draft --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
---spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n
---spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m
---spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m
+--lora-scaled --control-vector -hft --hf-token --control-vector-scaled -hff --hf-file --log-file
+--spec-draft-type-k -ctkd --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft
+--adaptive-target --adaptive-decay -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
+--kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mm --mmproj -mmu
+--mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
+--video-timestamp-interval --video-ffmpeg-dir --tags --path --cors-methods --cors-headers --api-prefix
+--ui-config --webui-config --ui-config-file --webui-config-file --tools --tools-runtime --mcp-servers-config
+--mcp-servers-json --sse-ping-interval --cache-reuse --media-path --models-dir --models-preset --models-max
+--reasoning-budget-message -sps --slot-prompt-similarity --log-prompts-dir --spec-draft-hf -hfd -hfrd
+--hf-repo-draft --spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft
+--spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
+--spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll --poll-draft
+--spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft
+--spec-draft-prio-batch --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft
+--spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed
+--n-cpu-moe-draft --spec-draft-n-min --spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split
+--spec-draft-p-min --draft-p-min --spec-draft-device -devd --device-draft --spec-draft-ngl -ngld
+--gpu-layers-draft --n-gpu-layers-draft --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match
+--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n
+--spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m
 --spec-ngram-map-k4v-min-hits --draft-min --draft-n-min --spec-ngram-size-n --spec-ngram-size-m
 --spec-ngram-min-hits
 """
@@ -201,9 +200,8 @@ def _read_flags() -> dict[str, Flag]:
                 flags[name] = Flag(int(values), action, on, variable)
     for name in (_SAME_FIELDS + _SAME_VARIABLES).split():
         field = name[2:].replace("-", "_")
-        flags[name] = Flag(
-            1, f":{field}", True, f"LLAMA_ARG_{field.upper()}" * (name in _SAME_VARIABLES.split())
-        )
+        variable = f"LLAMA_ARG_{field.upper()}" if name in _SAME_VARIABLES.split() else ""
+        flags[name] = Flag(1, f":{field}", variable=variable)
     return flags
 
 
@@ -211,19 +209,13 @@ FLAGS = _read_flags()
 
 
 class Translation:
-    """Settings of cllm and fields of requests that an argument list of llama-server stands for.
-
-    The methods `do_NAME` apply one argument each; that of a switch is "on" or "off".
-    """
+    """Settings of cllm and fields of requests that an argument list of llama-server stands for."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}  # of request bodies
         self.missing: list[str] = []  # flags without a counterpart
-        self._open_routes = ["/slots"]
-        self._keys: list[str] = []
-        self._cells = 0  # of all slots; 0: as many as fit
-        self._unified: bool | None = None
+        self._open_routes: list[str] = []
 
     @classmethod
     def of(cls, arguments: Sequence[str], variables: Mapping[str, str]) -> Translation:
@@ -248,7 +240,7 @@ class Translation:
         return found
 
     def take(self, name: str, flag: Flag, value: str) -> None:
-        """Apply one argument. Raises ConfigError."""
+        """Apply one argument; that of a switch is "on" or "off". Raises ConfigError."""
         kind, target = flag.action[:1], flag.action[1:]
         try:
             match kind:
@@ -269,23 +261,29 @@ class Translation:
                     self._open_routes.append(flag.action)
                 case '"':
                     self.defaults[target] = value
+                case "!" if (found := _SETTINGS[target](value)) is not None:
+                    _add(self.settings, found)
                 case "!":
-                    getattr(self, f"do_{target}")(value)
+                    self.missing.append(f"{name} {value}")
+                case "&":
+                    _add(self.defaults, _FIELDS[target](value))
         except (ValueError, OSError) as error:
             raise ConfigError(f"{name} {value}: {error}") from None
-        except NotImplementedError:
-            self.missing.append(f"{name} {value}")
 
     def serve_arguments(self, variables: Mapping[str, str]) -> list[str]:
         """The arguments of `cllm serve`."""
-        settings = self.settings | self._context_settings()
-        if self._keys:
-            settings["api_key"] = ",".join(self._keys)
+        settings = self._share_context(dict(self.settings))
+        if "batch_size" in settings:
+            batch, ubatch = settings.pop("batch_size"), int(settings.get("batch_tokens", UBATCH))
+            settings["batch_tokens"] = min(batch, ubatch)
+        if "api_key" in settings:
+            settings["api_key"] = ",".join(settings["api_key"])
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
         if "cache_dir" in settings and "CLLM_CACHE_DISK_MB" not in variables:
             settings["cache_disk_mb"] = DEFAULT_CACHE_DISK_MB  # with keys, too: it was asked for
-        settings["open_routes"] = ",".join(self._open_routes)
+        slots = "/slots" if settings.pop("slots", True) else "-/slots"
+        settings["open_routes"] = ",".join([slots, *self._open_routes])
         if self.defaults.get("max_tokens", 0) < 0:
             del self.defaults["max_tokens"]
         if self.defaults:
@@ -299,149 +297,22 @@ class Translation:
                 words += [f"--{flag}", str(value)]
         return words
 
-    def _context_settings(self) -> dict[str, Any]:
+    def _share_context(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Slots share the cells: equally where their number is given, else each may use all of them."""
-        slots = self.settings.get("parallel", 0)
-        found: dict[str, Any] = {}
-        if self._cells:
-            found = {"ctx_size": self._cells, "parallel": slots or SLOTS}
-        unified = self._unified if self._unified is not None else bool(self._cells and not slots)
-        if unified:
-            found["unified_kv"] = True
-            if self._cells:
-                found["max_request_tokens"] = self._cells
-        return found
+        cells, slots = settings.pop("ctx_size", 0), settings.get("parallel", 0)
+        if cells:
+            settings |= {"ctx_size": cells, "parallel": slots or SLOTS}
+        if settings.get("unified_kv", bool(cells and not slots)):
+            settings |= {"unified_kv": True} | ({"max_request_tokens": cells} if cells else {})
+        return settings
 
-    # Settings ----------------------------------------------------------------------------------------
 
-    def do_alias(self, value: str) -> None:
-        self.settings["alias"] = value.split(",")[0].strip()
-
-    def do_context(self, value: str) -> None:
-        self._cells = max(0, int(value))
-
-    def do_unified(self, value: str) -> None:
-        self._unified = value == "on"
-
-    def do_batch(self, value: str) -> None:
-        self.settings["batch_tokens"] = min(int(value), int(self.settings.get("batch_tokens", UBATCH)))
-
-    def do_flash(self, value: str) -> None:
-        if value != "auto":
-            self.settings["flash_attention"] = _parse_switch(value)
-
-    def do_device(self, value: str) -> None:
-        if value != "none":
-            raise NotImplementedError
-        self.settings["gpu_layers"] = 0
-
-    def do_layers(self, value: str) -> None:
-        if value in ("auto", "-1"):
-            self.settings["gpu_layers"] = "auto"
-        else:
-            self.settings["gpu_layers"] = -1 if value in ("all", "-2") else int(value)
-
-    def do_split_mode(self, value: str) -> None:
-        if value == "tensor":
-            raise NotImplementedError
-        self.settings["split_mode"] = value
-
-    def do_tensor_split(self, value: str) -> None:
-        self.settings["tensor_split"] = re.sub("[,/]+", ",", value)
-
-    def do_cache_ram(self, value: str) -> None:
-        self.settings["cache_ram_mb"] = int(value) if int(value) >= 0 else NO_LIMIT_MB
-
-    def do_drafts(self, value: str) -> None:
-        if value == "none":
-            self.settings["draft_tokens"] = 0
-        elif not value.startswith(("ngram", "draft-simple")):
-            raise NotImplementedError
-
-    def do_host(self, value: str) -> None:
-        if ".sock" in value:
-            raise ValueError("UNIX sockets are not supported: give an address")
-        self.settings["host"] = value
-
-    def do_timeout(self, value: str) -> None:
-        self.settings["slow_reader_s"] = self.settings["body_timeout_s"] = float(value)
-
-    def do_key(self, value: str) -> None:
-        self._keys += [key.strip() for key in value.split(",") if key.strip()]
-
-    def do_key_file(self, value: str) -> None:
-        lines = (line.strip() for line in Path(value).read_text().splitlines())
-        self._keys += [line for line in lines if line and not line.startswith("#")]
-        if not self._keys:
-            raise ValueError("it holds no key")
-
-    def do_save_path(self, value: str) -> None:
-        if not Path(value).is_dir():
-            raise ValueError("it is not a folder")
-        self.settings["cache_dir"] = value
-
-    def do_slots(self, value: str) -> None:
-        self._open_routes = [route for route in self._open_routes if route.strip("-") != "/slots"]
-        self._open_routes.append("/slots" if value == "on" else "-/slots")
-
-    def do_verbosity(self, value: str) -> None:
-        level = max(0, int(value))
-        self.settings["log_level"] = LEVELS[level] if level < len(LEVELS) else "debug"
-
-    def do_download(self, value: str) -> None:
-        raise ValueError("this model is not downloaded: give a repository with -hf, or a file with -m")
-
-    def do_repo(self, value: str) -> None:
-        self.settings["model"] = f"hf:{value}"
-
-    # Fields of requests ------------------------------------------------------------------------------
-
-    def do_breaker(self, value: str) -> None:
-        breakers = self.defaults.setdefault("dry_sequence_breakers", [])
-        if value != "none":
-            breakers.append(_unescape(value))
-
-    def do_samplers(self, value: str) -> None:
-        self.defaults["samplers"] = [name for name in value.split(";") if name]
-
-    def do_bias(self, value: str) -> None:
-        if (found := re.fullmatch(r"(\d+)([+-][\d.]+|-inf)", value)) is None:
-            raise ValueError("expected a token id and a bias, as 15043+1")
-        biases = self.defaults.setdefault("logit_bias", {})
-        biases[found[1]] = max(-100.0, min(100.0, float(found[2])))
-
-    def do_grammar_file(self, value: str) -> None:
-        self.defaults["grammar"] = Path(value).read_text()
-
-    def do_schema(self, value: str) -> None:
-        self.defaults["json_schema"] = _parse_object(value)
-
-    def do_schema_file(self, value: str) -> None:
-        self.defaults["json_schema"] = _parse_object(Path(value).read_text())
-
-    def do_stop(self, value: str) -> None:
-        self.defaults.setdefault("stop", []).append(_unescape(value))
-
-    def do_template_options(self, value: str) -> None:
-        self.defaults.setdefault("chat_template_kwargs", {}).update(_parse_object(value))
-
-    def do_reasoning(self, value: str) -> None:
-        if value == "auto":
-            return
-        if _parse_switch(value):
-            self.defaults.setdefault("chat_template_kwargs", {})["enable_thinking"] = True
-        else:
-            self.defaults["reasoning_effort"] = "none"
-
-    def do_effort(self, value: str) -> None:
-        if value != "default":
-            self.defaults["reasoning_effort"] = value
-
-    def do_budget(self, value: str) -> None:
-        if int(value) == 0:
-            self.defaults["reasoning_effort"] = "none"
-        elif int(value) > 0:
-            self.defaults["reasoning_budget"] = int(value)
+def _add(known: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Add settings or fields to those before; what may be given several times is collected."""
+    for field, value in found.items():
+        if field in _COLLECTED and field in known:
+            value = known[field] + value if isinstance(value, list) else known[field] | value
+        known[field] = value
 
 
 def _parse_number(value: str) -> float:
@@ -476,6 +347,73 @@ def _unescape(text: str) -> str:
     """Text with its escapes (\\n, \\t …) processed, as llama-server does with these arguments."""
     escapes = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
     return re.sub(r"\\(.)", lambda match: escapes.get(match[1], match[0]), text)
+
+
+def _checked(found: dict[str, Any], valid: bool, message: str) -> dict[str, Any]:
+    if not valid:
+        raise ValueError(message)
+    return found
+
+
+def _read_key_file(value: str) -> dict[str, Any]:
+    lines = map(str.strip, Path(value).read_text().splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    return _checked({"api_key": keys}, bool(keys), "it holds no key")
+
+
+def _read_bias(value: str) -> dict[str, Any]:
+    if (found := re.fullmatch(r"(\d+)([+-][\d.]+|-inf)", value)) is None:
+        raise ValueError("expected a token id and a bias, as 15043+1")
+    return {"logit_bias": {found[1]: max(-100.0, min(100.0, float(found[2])))}}
+
+
+def _read_reasoning(value: str) -> dict[str, Any]:
+    if value == "auto":
+        return {}
+    return {"chat_template_kwargs": {"enable_thinking": True}} if _parse_switch(value) else _NO_REASONING
+
+
+def _read_budget(value: str) -> dict[str, Any]:
+    tokens = int(value)
+    return {"reasoning_budget": tokens} if tokens > 0 else {} if tokens else _NO_REASONING
+
+
+_COLLECTED = ("api_key", "dry_sequence_breakers", "logit_bias", "stop", "chat_template_kwargs")
+_NO_REASONING = {"reasoning_effort": "none"}
+_DRAFTS = re.compile("ngram|draft-simple")
+_LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
+# The settings and fields of requests that follow from a value; None if it has no counterpart.
+_SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
+    "alias": lambda value: {"alias": value.split(",")[0].strip()},
+    "flash": lambda value: {"flash_attention": _parse_switch(value)} if value != "auto" else {},
+    "device": lambda value: {"gpu_layers": 0} if value == "none" else None,
+    "layers": lambda value: {"gpu_layers": _LAYERS[value] if value in _LAYERS else int(value)},
+    "split_mode": lambda value: {"split_mode": value} if value != "tensor" else None,
+    "tensor_split": lambda value: {"tensor_split": re.sub("[,/]+", ",", value)},
+    "cache_ram": lambda value: {"cache_ram_mb": int(value) if int(value) >= 0 else NO_LIMIT_MB},
+    "drafts": lambda value: {"draft_tokens": 0} if value == "none" else {} if _DRAFTS.match(value) else None,
+    "host": lambda value: _checked({"host": value}, ".sock" not in value, "no UNIX socket: give an address"),
+    "timeout": lambda value: dict.fromkeys(("slow_reader_s", "body_timeout_s"), float(value)),
+    "key": lambda value: {"api_key": [key.strip() for key in value.split(",") if key.strip()]},
+    "key_file": _read_key_file,
+    "save_path": lambda value: _checked({"cache_dir": value}, Path(value).is_dir(), "it is not a folder"),
+    "verbosity": lambda value: {"log_level": LEVELS[min(max(0, int(value)), len(LEVELS) - 1)]},
+    "download": lambda value: _checked({}, False, "not downloaded: give -hf REPOSITORY or -m FILE"),
+    "repo": lambda value: {"model": f"hf:{value}"},
+}
+_FIELDS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "breaker": lambda value: {"dry_sequence_breakers": [] if value == "none" else [_unescape(value)]},
+    "samplers": lambda value: {"samplers": [name for name in value.split(";") if name]},
+    "bias": _read_bias,
+    "grammar_file": lambda value: {"grammar": Path(value).read_text()},
+    "schema": lambda value: {"json_schema": _parse_object(value)},
+    "schema_file": lambda value: {"json_schema": _parse_object(Path(value).read_text())},
+    "stop": lambda value: {"stop": [_unescape(value)]},
+    "template_options": lambda value: {"chat_template_kwargs": _parse_object(value)},
+    "reasoning": _read_reasoning,
+    "effort": lambda value: {"reasoning_effort": value} if value != "default" else {},
+    "budget": _read_budget,
+}
 
 
 def llama_server_command(context: typer.Context) -> None:

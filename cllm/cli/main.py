@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from cllm import __version__
@@ -88,9 +89,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", help="Print the version.", callback=_version, is_eager=True
-    ),
+    version: bool = Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
 ) -> None:
     configure_logging("warning")  # until a command sets its own level
 
@@ -112,11 +111,9 @@ def _keys() -> None:
 
 @keys_app.command("new")
 def new_key(
-    name: Annotated[str, typer.Argument(help="The tenant: a person or a program")],
-    admin: Annotated[
-        bool, typer.Option("--admin", help="The key may use /debug, /admin, /metrics, /slots")
-    ] = False,
-    file: Annotated[Path, typer.Option("--file", help="The keys file", envvar="CLLM_API_KEYS")] = Path(
+    name: Annotated[str, Argument(help="The tenant: a person or a program")],
+    admin: Annotated[bool, Option("--admin", help="It may use /debug, /admin, /metrics, /slots")] = False,
+    file: Annotated[Path, Option("--file", help="The keys file", envvar="CLLM_API_KEYS")] = Path(
         "cllm-keys.toml"
     ),
 ) -> None:

@@ -10,56 +10,37 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cllm.cli.terminal import AsJson, print_columns
 from cllm.errors import LibraryError, ModelFileError
+from cllm.models import store
 from cllm.models.files import HubReference, format_size, parse_hub
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import (
-    CatalogEntry,
-    StoredModel,
-    find_incomplete,
-    find_parts,
-    find_stored,
-    find_users,
-    list_models,
-    plan_removal,
-    remove,
-    scan,
-    scan_folder,
-)
+from cllm.models.store import HeaderInfo, StoredModel
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
-    ),
+    Option("--model-dir", metavar="DIR", help="Folder of models; may be repeated. Default: CLLM_MODEL_DIR."),
 ]
 
 
 def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     """List the models of this machine: both hubs' caches, folders, and the embedded one."""
-    entries = list_models(_join(model_dir))
+    entries = store.list_models(_join(model_dir))
     if as_json:
-        typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=2))
+        typer.echo(json.dumps([_as_dict(*entry) for entry in entries], indent=2))
         return
-    rows = [
-        (
-            entry.model.name,
-            entry.model.quant,
-            format_size(entry.model.size),
-            entry.header.architecture if entry.header else "unreadable",
-            _WHERE.get(entry.model.source) or _shorten(entry.model.path.parent),
-        )
-        for entry in entries
-    ]
+    rows = []
+    for model, header in entries:
+        where = _WHERE.get(model.source) or _shorten(model.path.parent)
+        architecture = header.architecture if header else "unreadable"
+        rows.append((model.name, model.quant, format_size(model.size), architecture, where))
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
-    for name, (here, size) in find_incomplete().items():
+    for name, (here, size) in store.find_incomplete().items():
         shown = f"{format_size(here)} of {format_size(size)}"
-        typer.echo(
-            f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
-        )
+        typer.echo(f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes", err=True)
 
 
 def _join(folders: list[Path] | None) -> str:
@@ -71,8 +52,7 @@ def _shorten(path: Path) -> str:
     return "~" + text.removeprefix(home) if text.startswith(home + os.sep) else text
 
 
-def _as_dict(entry: CatalogEntry) -> dict[str, Any]:
-    model, header = entry
+def _as_dict(model: StoredModel, header: HeaderInfo | None) -> dict[str, Any]:
     return {
         "name": model.name,
         "quant": model.quant,
@@ -88,7 +68,7 @@ def _as_dict(entry: CatalogEntry) -> dict[str, Any]:
 def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
     """The stored model that a reference names; the reference itself where its hub would have to be asked."""
     if reference := None if Path(text).expanduser().exists() else parse_hub(text):
-        return find_stored(reference) or reference
+        return store.find_stored(reference) or reference
     path = Path(text).expanduser()
     if path.is_dir():
         path = find_in_folder(path)
@@ -96,16 +76,14 @@ def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
         if is_path(text):
             raise ModelFileError(f"there is no model file at {path}")
         return find_by_name(text, folders)
-    for model in (*scan(folders), *scan_folder(path.parent, deep=False)):
+    for model in (*store.scan(folders), *store.scan_folder(path.parent, deep=False)):
         if path in model.files or path.absolute() in model.files:
             return model
     raise ModelFileError(f"{path} is no whole GGUF model")
 
 
 def show_command(
-    reference: Annotated[
-        str, typer.Argument(metavar="REF", help="A file, a folder, a name of the list, hf:… or ms:…")
-    ],
+    reference: Annotated[str, Argument(metavar="REF", help="A file, folder, name of the list, hf:… or ms:…")],
     model_dir: ModelDirs = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,18 +146,18 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def rm_command(
-    reference: Annotated[str, typer.Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    reference: Annotated[str, Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
     model_dir: ModelDirs = None,
 ) -> None:
     """Remove a model from this machine; asks first, and says what that frees."""
     model = find_local(reference, _join(model_dir))
     stored = model if isinstance(model, StoredModel) else None
-    removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
+    removal = store.plan_removal(model) if isinstance(model, StoredModel) else store.find_parts(model)
     name = stored.name if stored else f"{model}, not complete"
     if not removal.paths:
         raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")
-    if users := find_users(removal.paths):
+    if users := store.find_users(removal.paths):
         process, command = next(iter(users.items()))
         raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
     where = stored.root if stored else removal.paths[0].parent
@@ -189,7 +167,7 @@ def rm_command(
             raise ModelFileError("nothing was removed: --yes removes it without asking")
         typer.confirm("remove it?", abort=True, err=True)
     try:
-        remove(stored, removal)
+        store.remove(stored, removal)
     except OSError as error:
         raise ModelFileError(str(error)) from None
     typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)

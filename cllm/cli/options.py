@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -17,11 +18,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperCommand
 
-from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config
+from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config, name_settings
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.fields import check_finite, describe_unknown
+from cllm.fields import check_finite
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"
@@ -43,7 +45,11 @@ class GroupedHelp(TyperCommand):
             if show_all or not getattr(param, "hidden", False):
                 panels.setdefault(getattr(param, "rich_help_panel", None) or "other", []).append(param)
         console = Console(highlight=False)
-        console.print(Text(f"{_get_usage(self, ctx)}\n\n{self.help}\n"))
+        # Several models are two parameters: the last one can also be a variable or a line of the file.
+        usage = (
+            str(self.get_usage(ctx)).replace("[more]... [model]", "[MODEL]...").replace("[model]", "[MODEL]")
+        )
+        console.print(Text(f"{usage}\n\n{self.help}\n"))
         shown = [param for params in panels.values() for param in params]
         width = max(len(line) for param in shown for line in _spellings(param).splitlines())
         for name, params in panels.items():
@@ -54,12 +60,6 @@ class GroupedHelp(TyperCommand):
                 table.add_row(_spellings(param), _description(param))
             console.print(Panel(table, title=name.capitalize(), title_align="left", border_style="dim"))
         console.print(_EPILOG + ("" if show_all else "\n--help-all shows the rarely used options, too."))
-
-
-def _get_usage(command: Any, ctx: Any) -> str:
-    """Several models are two parameters: the last one can also be a variable or a line of the file."""
-    usage = str(command.get_usage(ctx))
-    return usage.replace("[more]... [model]", "[MODEL]...").replace("[model]", "[MODEL]")
 
 
 def _spellings(param: Any) -> str:
@@ -74,10 +74,6 @@ def _description(param: Any) -> Text:
     if param.show_default and default not in ("", None) and default is not False:
         text.append(f" [{default}]", style="dim")
     return text
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _load_file(context: typer.Context, value: Path | None) -> Path | None:
@@ -95,13 +91,10 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     flat: dict[str, Any] = {}
     for key, item in document.items():
         flat.update(item if isinstance(item, dict) else {key: item})
-    flat = {key.replace("-", "_"): item for key, item in flat.items()}
-    known = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
-    if unknown := sorted(set(flat) - known):
-        raise typer.BadParameter(f"{value}: unknown setting {describe_unknown(unknown[0], known)}")
     try:
+        flat = name_settings(flat, EngineConfig, ServerConfig)
         check_finite(flat)
-    except InvalidRequest as error:
+    except (ConfigError, InvalidRequest) as error:
         raise typer.BadParameter(f"{value}: {error}") from None
     context.default_map = {**(context.default_map or {}), **flat}
     return value
@@ -124,13 +117,14 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
         "hidden": meta.extra["rare"],
     }
     if field.name == "model":
-        return _keyword(field.name, Annotated[kind, typer.Argument(**option, show_default=False)], "")
+        return _keyword(field.name, Annotated[kind, Argument(**option, show_default=False)], "")
     if not isinstance(kind, type):
         kind, option["parser"] = str, _number_or_word
-    flag = _flag(field.name) + (f"/{_flag('no_' + field.name)}" if kind is bool else "")
+    name = field.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
     value = kind | None if optional else kind
-    return _keyword(field.name, Annotated[value, typer.Option(flag, **option)], field.default)
+    return _keyword(field.name, Annotated[value, Option(flag, **option)], field.default)
 
 
 def _number_or_word(value: Any) -> Any:
@@ -141,18 +135,10 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-_OTHER: dict[str, Any] = {"is_eager": True, "rich_help_panel": "other"}
-_CONFIG_FILE = typer.Option(
-    "--config",
-    help="TOML file with these settings.",
-    metavar="FILE",
-    callback=_load_file,
-    envvar="CLLM_CONFIG",
-    **_OTHER,
-)
-_HELP_ALL = typer.Option(
-    "--help-all", help="Show this message with all options.", callback=_show_all, show_default=False, **_OTHER
-)
+_other = partial(Option, is_eager=True, rich_help_panel="other")
+_FILE: dict[str, Any] = {"metavar": "FILE", "envvar": "CLLM_CONFIG"}
+_CONFIG_FILE = _other("--config", help="TOML file with these settings.", callback=_load_file, **_FILE)
+_HELP_ALL = _other("--help-all", help="Show all options.", callback=_show_all, show_default=False)
 
 
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

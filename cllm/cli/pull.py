@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.cli.terminal import AsJson, print_columns
@@ -28,38 +29,22 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)i?b?(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-class Result(NamedTuple):
-    """Result of a pull. Without a path it was a dry run."""
-
-    path: Path | None = None
-    missing: int = 0  # bytes that would be fetched
-    fetched: int = 0
-    seconds: float = 0.0
-
-
 def pull_command(
     reference: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="REF",
             help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
         ),
     ],
-    to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", help="Store the files in DIR, not in the hub's cache."),
-    ] = None,
+    to: Annotated[Path | None, Option("--to", metavar="DIR", help="Store it in DIR, not in a cache.")] = None,
     limit: Annotated[
-        str, typer.Option(metavar="RATE", help="Bytes a second at most, as 5M or 500K.", show_default=False)
+        str, Option(metavar="RATE", help="Bytes a second, as 5M or 500K.", show_default=False)
     ] = "",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be pulled and whether it fits; pull nothing.")
-    ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Only look whether it is here.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Pull what does not fit the memory here, too.")
-    ] = False,
-    connections: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="Ranges at a time.")] = 4,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what it would pull, and if that fits.")] = False,
+    offline: Annotated[bool, Option("--offline", help="Only look whether it is here.")] = False,
+    force: Annotated[bool, Option("--force", help="Pull what does not fit the memory here, too.")] = False,
+    connections: Annotated[int, Option(min=1, max=32, metavar="N", help="Ranges at a time.")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted.
@@ -74,18 +59,21 @@ def pull_command(
         if is_offline(offline):
             if stored is None:
                 raise ModelFileError(f"{found} is not on this machine, and --offline pulls nothing")
-            result = Result(stored.path)
+            result = _make_result(stored.path)
         else:
             result = _pull(found, options, console, dry_run=dry_run, force=force)
     except KeyboardInterrupt:
-        console.print(
-            "interrupted; the same command continues, `cllm rm` of it removes the part that is here"
-        )
+        console.print("interrupted; the same command continues, `cllm rm` of it removes what is here")
         raise typer.Exit(130) from None
     if as_json:
-        typer.echo(json.dumps({"reference": str(found), **result._asdict(), "path": str(result.path or "")}))
-    elif result.path is not None:
-        typer.echo(result.path)
+        typer.echo(json.dumps({"reference": str(found), **result}))
+    elif result["path"]:
+        typer.echo(result["path"])
+
+
+def _make_result(path: Path | str = "", missing: int = 0, fetched: int = 0, s: float = 0.0) -> dict[str, Any]:
+    """The result of a pull, with bytes that it would fetch (in a dry run, without a path) or has fetched."""
+    return {"path": str(path), "missing": missing, "fetched": fetched, "seconds": round(s, 3)}
 
 
 def _parse(text: str) -> HubReference:
@@ -108,7 +96,7 @@ def parse_rate(text: str) -> float:
 
 def _pull(
     reference: HubReference, options: PullOptions, console: Console, *, dry_run: bool, force: bool
-) -> Result:
+) -> dict[str, Any]:
     with make_hub(reference) as hub:
         model = find_model(hub, reference)
         pull = Pull(hub, reference, model, options)
@@ -124,14 +112,14 @@ def _pull(
             with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
                 head = pull.read_heads(Path(folder))
                 _print_choices(model, _report_fit(head, console) if head else None)
-            return Result(missing=missing)
+            return _make_result(missing=missing)
         began = time.monotonic()
         path = pull.run(partial(_check_fit, model=model, console=console, force=force))
         seconds = time.monotonic() - began
         if missing:
             speed = format_size(missing / max(seconds, 0.001))
             console.print(f"pulled  {format_size(missing)} in {seconds:.0f} s ({speed}/s), verified")
-        return Result(path, fetched=missing, seconds=round(seconds, 3))
+        return _make_result(path, fetched=missing, s=seconds)
 
 
 def _report_fit(head: Path, console: Console) -> ModelFit | None:
@@ -157,22 +145,18 @@ def _check_fit(head: Path, *, model: HubModel, console: Console, force: bool) ->
 
 def _print_choices(model: HubModel, fit: ModelFit | None) -> None:
     fitting = fit.fitting(model.models) if fit else []
-    rows = [
-        (
-            "*" if choice == model.chosen else "",
-            choice.quant or choice.stem,
-            format_size(choice.size),
-            "" if fit is None else "fits" if choice in fitting else "does not fit",
-        )
-        for choice in sorted(model.models, key=lambda choice: choice.size)
-    ]
+    rows = []
+    for choice in sorted(model.models, key=lambda choice: choice.size):
+        fits = "" if fit is None else "fits" if choice in fitting else "does not fit"
+        mark = "*" if choice == model.chosen else ""
+        rows.append((mark, choice.quant or choice.stem, format_size(choice.size), fits))
     print_columns(("", "quant", "size", "memory"), rows)
 
 
 def search_command(
-    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Words of the model's name")],
-    hub: Annotated[str, typer.Option(metavar="HUB", help="hf (Hugging Face) or ms (ModelScope).")] = "hf",
-    count: Annotated[int, typer.Option(min=1, max=50, metavar="N", help="Results at most.")] = 10,
+    words: Annotated[list[str], Argument(metavar="WORDS", help="Words of the model's name")],
+    hub: Annotated[str, Option(metavar="HUB", help="hf (Hugging Face) or ms (ModelScope).")] = "hf",
+    count: Annotated[int, Option(min=1, max=50, metavar="N", help="Results at most.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Search a hub for GGUF models; the most downloaded first."""
@@ -202,12 +186,10 @@ def _list_models(hub: str, hit: SearchHit) -> list[ModelFiles]:
 
 
 def _describe(models: list[ModelFiles]) -> str:
-    if not models:
-        return ""
+    """The only model, or how many there are with the smallest and the largest."""
     ordered = sorted(models, key=lambda model: model.size)
-    first, last = ordered[0], ordered[-1]
-    smallest = f"{first.quant or first.stem} {format_size(first.size)}"
-    return smallest if first is last else f"{len(models)}: {smallest} – {last.quant} {format_size(last.size)}"
+    ends = [f"{model.quant or model.stem} {format_size(model.size)}" for model in ordered]
+    return f"{len(ends)}: {ends[0]} – {ends[-1]}" if len(ends) > 1 else "".join(ends)
 
 
 def _as_dict(hub: str, hit: SearchHit, models: list[ModelFiles]) -> dict[str, object]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Argument
 
 from cllm.backend.compute_turns import share_turns
 from cllm.cli.options import with_options
@@ -28,9 +28,9 @@ from cllm.config import (
     PreparedModel,
     ServerConfig,
     make_config,
+    name_settings,
 )
 from cllm.errors import ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
-from cllm.fields import describe_unknown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
@@ -48,9 +48,7 @@ MAX_SHOWN = 8  # names in the line that says what is served
 
 
 @with_options(EngineConfig, ServerConfig)
-def serve_command(
-    config: Config, more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
-) -> None:
+def serve_command(config: Config, more: Annotated[list[str] | None, Argument(hidden=True)] = None) -> None:
     """Serve GGUF models over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
     with contextlib.suppress(KeyboardInterrupt):
@@ -167,10 +165,10 @@ def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]
     common = make_common(config)
     if not references and (sections or config.server.all):
         return sections
-    found = [_find_section(reference, sections) or reference for reference in references or [""]]
+    named = {name.lower(): each for each in reversed(sections) for name in (each.name, *each.aliases)}
     return [
-        replace(common, engine=replace(config.engine, model=each)) if isinstance(each, str) else each
-        for each in found
+        named.get(each.lower()) or replace(common, engine=replace(config.engine, model=each))
+        for each in references or [""]
     ]
 
 
@@ -191,22 +189,12 @@ def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
     return len(scan_folder(Path(reference).expanduser(), deep=False)) > 1
 
 
-def _find_section(reference: str, sections: Sequence[ModelConfig]) -> ModelConfig | None:
-    wanted = reference.lower()
-    return next(
-        (each for each in sections if wanted in (name.lower() for name in (each.name, *each.aliases))), None
-    )
-
-
 def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
     where = f"[models.{name}]"
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table")
-    settings = {key.replace("-", "_"): value for key, value in table.items()}
-    known = {*ModelSection.__struct_fields__, *EngineConfig.__struct_fields__}
-    if unknown := sorted(settings.keys() - known):
-        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], known)}")
     try:  # each part takes its own fields
+        settings = name_settings(table, ModelSection, EngineConfig)
         section = make_config(ModelSection, settings)
         limit = {"max_request_tokens": section.context} if section.context else {}
         inherited = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name}
@@ -233,9 +221,8 @@ def prepare_gateway(engine: EngineConfig, cluster: str) -> PreparedModel:
     path = resolve(engine.model, offline=engine.offline)
     settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}
     name, digest = name_deployment(engine, path), digest_model(path)
-    return PreparedModel(
-        config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),)
-    )
+    config = ClusterConfig(**settings, deployment=name, digest=digest)
+    return PreparedModel(config=config, stamps=(stamp(path),))
 
 
 def _run_task(task: PrepareTask | SurveyTask, kind: type[Answer]) -> Answer:
@@ -255,11 +242,11 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
-    try:
+    with contextlib.suppress(ImportError):
         import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
 
 
 class EngineLoader:
@@ -311,9 +298,7 @@ class EngineLoader:
             return all(stamp(Path(each[0])) == each for each in prepared.stamps)
         return False
 
-    def make(
-        self, prepared: PreparedModel, on_loading: Callable[[float], None] | None = None
-    ) -> EngineClient:
+    def make(self, prepared: PreparedModel, report: Callable[[float], None] | None = None) -> EngineClient:
         """An engine, not started."""
         server = self._server
         module = CLUSTER_WORKER if isinstance(prepared.config, ClusterConfig) else ""
@@ -323,7 +308,7 @@ class EngineLoader:
             queue_tokens=server.queue_tokens,
             max_timeout_s=server.max_timeout_s,
             tenants=self.tenants,
-            on_loading=on_loading,
+            on_loading=report,
         )
 
 

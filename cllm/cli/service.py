@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from cllm.errors import SetupError
 from cllm.names import is_name, path_below
@@ -19,16 +20,15 @@ _KEPT = ("CLLM_CACHE_DIR", "CLLM_LIBRARY", "HF_HOME", "HF_ENDPOINT")  # where th
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 service_app = typer.Typer(help="Run the server as a systemd unit of this user.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Option("--name", help="The unit's name")]
-Print = Annotated[bool, typer.Option("--print", help="Print what would be done; change nothing")]
+Name = Annotated[str, Option("--name", help="The unit's name")]
+Print = Annotated[bool, Option("--print", help="Print what would be done; change nothing")]
 
 
 def make_unit(arguments: Sequence[str], directory: Path) -> str:
     """The unit's text: `cllm serve` with these arguments, in this folder, by this Python."""
     command = " ".join(map(_quote, (sys.executable, "-m", "cllm", "serve", *arguments)))
-    kept = "".join(
-        f"Environment={_quote(f'{name}={os.environ[name]}')}\n" for name in _KEPT if os.environ.get(name)
-    )
+    found = (f"{name}={os.environ[name]}" for name in _KEPT if os.environ.get(name))
+    kept = "".join(f"Environment={_quote(each)}\n" for each in found)
     return (
         "[Unit]\n"
         "Description=cllm, a server for GGUF models\n"

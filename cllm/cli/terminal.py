@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.cells import cell_len
+from typer import Option
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 # Control characters become visible signs; a line feed and a tab stay.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -79,14 +80,10 @@ class Screen:
 
     def remark(self, text: str) -> None:
         """A dim line beside the answers."""
-        self.end()
-        if self._styled:
-            sys.stdout.write(f"{_DIM}{make_visible(text)}{_PLAIN}\n")
-            sys.stdout.flush()
-        else:
-            self.say(text)
+        self.say(text, dim=True)
 
-    def say(self, text: str) -> None:
-        """A plain line beside the answers: an error, or what a command shows."""
+    def say(self, text: str, *, dim: bool = False) -> None:
+        """A line beside the answers: an error, or what a command shows."""
         self.end()
-        print(make_visible(text), file=sys.stdout if self.is_terminal else sys.stderr, flush=True)
+        line = f"{_DIM}{make_visible(text)}{_PLAIN}" if dim and self._styled else make_visible(text)
+        print(line, file=sys.stdout if self.is_terminal else sys.stderr, flush=True)

@@ -216,7 +216,7 @@ class Download:
         except NoRanges:
             if end is None:
                 log.warning("%s: the server sends no ranges: an interruption begins again", self._file.path)
-                self._run([self._fetch_whole, *hashing], report)
+                self._run([partial(self._work, None), *hashing], report)
         report(self.done)
 
     def read(self, size: int) -> bytes | None:
@@ -252,8 +252,12 @@ class Download:
 
     # One connection ------------------------------------------------------------------------------------
 
-    def _work(self, stop_block: int) -> None:
+    def _work(self, stop_block: int | None) -> None:
+        """Fetch ranges up to a block; None: the whole file, where the server knows no ranges."""
         with io.FileIO(self._paths.part, "r+") as part:
+            if stop_block is None:
+                self._fetch_range(_Range(0, self._file.size), part, whole=True)
+                return
             while (taken := self._take(stop_block)) is not None:
                 self._fetch_range(taken, part)
 
@@ -269,18 +273,11 @@ class Download:
             if not free:
                 return None
             size = max(1, min(RANGE_BLOCKS, len(free) // (2 * self._connections)))
-            first = self._cursor = free[0]
-            last = first
-            for block in free[1:size]:
-                if block == last + 1:
-                    last = block
+            first = last = self._cursor = free[0]
+            while last + 1 in free[1:size]:
+                last += 1
             claimed[first : last + 1] = b"\1" * (last + 1 - first)
             return _Range(journal.span(first)[0], journal.span(last)[1])
-
-    def _fetch_whole(self) -> None:
-        """Fetch the file on one connection, where the server knows no ranges."""
-        with io.FileIO(self._paths.part, "r+") as part:
-            self._fetch_range(_Range(0, self._file.size), part, whole=True)
 
     def _fetch_range(self, taken: _Range, part: io.FileIO, *, whole: bool = False) -> None:
         """Fetch one range, again after failures; as long as bytes come, it does not give up.
@@ -302,15 +299,11 @@ class Download:
                 self._back_off(failures, reason, wait_s)
 
     def _back_off(self, failures: int, reason: str, wait_s: float) -> None:
-        if failures >= ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
-            long = wait_s > MAX_RETRY_AFTER_S
+        if (long := wait_s > MAX_RETRY_AFTER_S) or failures >= ATTEMPTS:
             tried = f"it asks to wait {wait_s:.0f} s" if long else f"{failures} attempts brought nothing"
-            raise HubError(
-                f"{self._file.path}: {reason}; {tried}. The part that is here is kept: the same command "
-                "continues"
-            )
-        with self._lock:
-            self._direct = None
+            kept = "The part that is here is kept: the same command continues"
+            raise HubError(f"{self._file.path}: {reason}; {tried}. {kept}")
+        self._direct = None
         seconds = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (failures - 1))
         seconds = max(wait_s, seconds * random.uniform(0.5, 1.0))
         level = logging.WARNING if wait_s > 1 else logging.INFO
@@ -318,11 +311,10 @@ class Download:
         self._stop.wait(seconds)
 
     def _stream(self, taken: _Range, part: io.FileIO, *, whole: bool) -> None:
-        with self._lock:
-            direct = self._direct
+        direct = self._direct
         headers = {} if whole else {"Range": f"bytes={taken.position}-{taken.end - 1}"}
         with self._hub.stream(direct or self._url, headers, TIMEOUT_S) as response:
-            elsewhere = direct is not None or not self._hub.is_own(response.url)
+            elsewhere = direct is not None or response.url.host != self._hub.host
             if elsewhere and response.status_code in (400, 401, 403, 404, 410):
                 raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")
             if response.status_code == 200 and (taken.position or taken.end < self._file.size):
@@ -330,8 +322,7 @@ class Download:
             self._hub.check(response, self._file.path)
             self._check_range(response, taken)
             if direct is None:
-                with self._lock:
-                    self._direct = str(response.url)
+                self._direct = str(response.url)
             for data in response.iter_raw():
                 if self._stop.is_set():
                     return
@@ -414,12 +405,9 @@ def has_hash(path: Path, file: HubFile) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):  # some file systems have no such thing
         os.fsync(descriptor)
-    except OSError:  # some file systems have no such thing
-        pass
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def describe_disk(error: OSError, folder: Path, needed: int) -> str:

@@ -121,9 +121,7 @@ def choose_files(models: Sequence[ModelFiles], wanted: str, where: str) -> Model
     Raises ModelFileError with what there is where none or several match.
     """
     if not models:
-        raise ModelFileError(
-            f"{where} has no GGUF file; search for a repository that has: `cllm search WORDS`"
-        )
+        raise ModelFileError(f"{where} has no GGUF file; `cllm search WORDS` finds a repository that has")
     found = _match(models, wanted) if wanted else _prefer(models)
     if len(found) == 1:
         return found[0]

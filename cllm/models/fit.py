@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
@@ -34,16 +35,11 @@ class ModelFit:
         """Raises LibraryError without a native library, ModelFileError for a model that it cannot load."""
         self._header = header
         self._chosen = _fit(header)
-        self.fits = self._chosen.fits
+        self.fits, self.memory = self._chosen.fits, self._chosen.describe()
 
     def describe(self) -> str:
         """Describe in one line what would be served, or the sum that is too large."""
-        fit = self._chosen
-        return f"fits: {fit.describe_context()}" if fit.fits else f"does not fit: {fit.describe()}"
-
-    @property
-    def memory(self) -> str:
-        return self._chosen.describe()
+        return f"fits: {self._chosen.describe_context()}" if self.fits else f"does not fit: {self.memory}"
 
     def contexts(self) -> list[tuple[int, int]]:
         """List numbers of requests at a time with the tokens that each can have, as far as memory goes."""
@@ -54,13 +50,9 @@ class ModelFit:
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
         """Find the quantisations of the model that would fit with a small context, the largest first."""
-        found = [model for model in models if self._would_fit(model.size)]
+        small = partial(_fit, self._header, parallel=1, ctx_size=SMALL_CONTEXT)
+        found = [model for model in models if small(scale=model.size / self._header.file_bytes).fits]
         return sorted(found, key=lambda model: -model.size)
-
-    def _would_fit(self, size: int) -> bool:
-        """Check that the model would fit if its weights had this size."""
-        scale = size / self._header.file_bytes
-        return _fit(self._header, parallel=1, ctx_size=SMALL_CONTEXT, scale=scale).fits
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
         """Suggest a quantisation to take instead."""

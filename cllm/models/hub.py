@@ -36,7 +36,7 @@ _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class TemporaryError(Exception):
-    """An answer that may be another one later."""
+    """An answer that may be another one after some seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -61,12 +61,11 @@ class SearchHit(NamedTuple):
 class Hub:
     """Base of the two hubs: requests, and errors that say what to do. `repo` may be empty for a search."""
 
-    kind = ""
-    title = ""
-    token_variable = ""
+    kind = title = token_variable = default_endpoint = ""
+    pages = ""  # the folder of the repositories' pages
 
     def __init__(self, repo: str, endpoint: str, token: str) -> None:
-        self.repo, self.endpoint = repo, endpoint.rstrip("/")
+        self.repo, self.endpoint, self.host = repo, endpoint.rstrip("/"), _host(endpoint)
         self._token = token
         self._client = httpx.Client(
             verify=_certificates(),
@@ -82,6 +81,11 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
+    @property
+    def page(self) -> str:
+        """The repository's page, for people."""
+        return f"{self.default_endpoint}/{self.pages}{self.repo}"
+
     def list_files(self, revision: str) -> Listing:
         """List the files with sizes and hashes. Raises HubError."""
         raise NotImplementedError
@@ -89,17 +93,9 @@ class Hub:
     def file_url(self, commit: str, path: str) -> str:
         raise NotImplementedError
 
-    def page_url(self) -> str:
-        """The repository's page, for people."""
-        raise NotImplementedError
-
     def search(self, words: str, count: int) -> list[SearchHit]:
         """Search for repositories with GGUF files, the most downloaded first. Raises HubError."""
         raise NotImplementedError
-
-    def is_own(self, url: httpx.URL) -> bool:
-        """Check that an address is the hub's, not one that it redirects to."""
-        return url.host == urlsplit(self.endpoint).hostname
 
     @contextmanager
     def stream(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
@@ -126,7 +122,7 @@ class Hub:
             except TemporaryError as error:
                 reason, wait_s, over = str(error), error.retry_after_s, False
             except httpx.HTTPError as error:
-                reason, wait_s, over = describe_transport(error, self), 0.0, is_lasting(error)
+                reason, wait_s, over = describe_transport(error, self), 0.0, _find_cause(error) is not None
             except (ValueError, RecursionError):
                 raise HubError(f"{_host(url)} does not answer as {self.title} does (no JSON)") from None
             if over or attempt == LIST_ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
@@ -152,11 +148,11 @@ class Hub:
             wrong = f"the token of {self.token_variable} may not read it"
             had = wrong if self._token else "no token was sent"
             raise HubError(
-                f"{name} needs permission ({had}): accept its conditions at {self.page_url()}, make a token "
+                f"{name} needs permission ({had}): accept its conditions at {self.page}, make a token "
                 f"on your page of settings there, and set {self.token_variable}"
             )
         if code == "RevisionNotFound":
-            raise HubError(f"{self.kind}:{self.repo} has no such revision; see {self.page_url()}")
+            raise HubError(f"{self.kind}:{self.repo} has no such revision; see {self.page}")
         if status in (401, 404, 410):
             raise HubError(
                 f"{name} is not on {host}, or it is private: check the spelling (`cllm search WORDS` finds "
@@ -164,7 +160,7 @@ class Hub:
             )
         if status == 416:
             raise HubError(
-                f"{name} has changed: it is shorter than was listed; the same command lists it again"
+                f"{name} has changed: it is shorter than was listed; the same command lists it anew"
             )
         raise HubError(f"{host} answers {status} for {name}")
 
@@ -204,9 +200,6 @@ class HuggingFace(Hub):
     def file_url(self, commit: str, path: str) -> str:
         return f"{self.endpoint}/{self.repo}/resolve/{commit}/{quote(path)}"
 
-    def page_url(self) -> str:
-        return f"{self.default_endpoint}/{self.repo}"
-
     def search(self, words: str, count: int) -> list[SearchHit]:
         query = {"search": words, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": count}
         answer, _ = self.get_json(f"{self.endpoint}/api/models?{urlencode(query)}")
@@ -217,7 +210,7 @@ class ModelScope(Hub):
     """ModelScope (MODELSCOPE_ENDPOINT for its other addresses)."""
 
     kind, title, token_variable = "ms", "ModelScope", "MODELSCOPE_API_TOKEN"
-    default_endpoint = "https://www.modelscope.cn"
+    default_endpoint, pages = "https://www.modelscope.cn", "models/"
 
     def list_files(self, revision: str) -> Listing:
         revision = revision or "master"
@@ -237,9 +230,6 @@ class ModelScope(Hub):
     def file_url(self, commit: str, path: str) -> str:
         query = urlencode({"Revision": commit, "FilePath": path})
         return f"{self.endpoint}/api/v1/models/{self.repo}/repo?{query}"
-
-    def page_url(self) -> str:
-        return f"{self.default_endpoint}/models/{self.repo}"
 
     def search(self, words: str, count: int) -> list[SearchHit]:
         query = {"search": words, "filter.library": "gguf", "sort": "downloads", "page_size": min(count, 50)}
@@ -288,10 +278,13 @@ def _make_hits(answer: object) -> list[SearchHit]:
     """Take the hits of an answer whose names are valid."""
     hits = []
     for entry in _entries(answer):
-        numbers = (entry.get("downloads"), entry.get("likes"))
-        downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
-        hits.append(SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes))
-    return [hit for hit in hits if is_repo(hit.repo)]
+        repo, numbers = (
+            str(entry.get("id") or entry.get("modelId")),
+            (entry.get("downloads"), entry.get("likes")),
+        )
+        if is_repo(repo):
+            hits.append(SearchHit(repo, *(number if isinstance(number, int) else 0 for number in numbers)))
+    return hits
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:
@@ -318,36 +311,29 @@ def _retry_after(response: httpx.Response) -> float:
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else (5.0 if text else 0.0)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
+def _find_cause(error: BaseException | None) -> BaseException | None:
+    """Find the cause of an error that another attempt at once would meet, too."""
+    lasting = socket.gaierror, ssl.SSLError, ConnectionRefusedError
+    while error is not None and not isinstance(error, lasting):
         error = error.__cause__ or error.__context__
-
-
-def is_lasting(error: httpx.HTTPError) -> bool:
-    """Check that another attempt at once would fail the same way."""
-    return any(
-        isinstance(cause, socket.gaierror | ssl.SSLError | ConnectionRefusedError) for cause in _causes(error)
-    )
+    return error
 
 
 def describe_transport(error: httpx.HTTPError, hub: Hub) -> str:
     """Describe a connection that failed in one line, with what to do."""
-    host = _host(hub.endpoint)
+    host = hub.host
     with suppress(RuntimeError):  # the error has no request
         host = error.request.url.host
     mirror = "HF_ENDPOINT names a mirror" if hub.kind == "hf" else "MODELSCOPE_ENDPOINT names another address"
-    for cause in _causes(error):
-        if isinstance(cause, socket.gaierror):
-            return f"{host} cannot be found (DNS): is this machine online? {mirror}"
-        if isinstance(cause, ssl.SSLError):
-            reason = getattr(cause, "verify_message", "") or cause.reason
-            return (
-                f"{host}: no secure connection ({reason}); behind a proxy that reads traffic, SSL_CERT_FILE "
-                "names its certificate"
-            )
-        if isinstance(cause, ConnectionRefusedError):
-            return f"{host} refuses connections: is the address right? {mirror}"
+    cause = _find_cause(error)
+    if isinstance(cause, socket.gaierror):
+        return f"{host} cannot be found (DNS): is this machine online? {mirror}"
+    if isinstance(cause, ssl.SSLError):
+        reason = getattr(cause, "verify_message", "") or cause.reason
+        hint = "behind a proxy that reads traffic, SSL_CERT_FILE names its certificate"
+        return f"{host}: no secure connection ({reason}); {hint}"
+    if cause is not None:
+        return f"{host} refuses connections: is the address right? {mirror}"
     if isinstance(error, httpx.TimeoutException):
         return f"{host} did not answer in time; {mirror}"
     if isinstance(error, httpx.ProxyError):

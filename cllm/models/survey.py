@@ -129,14 +129,13 @@ def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
     metadata = header.metadata
     template = metadata.get("tokenizer.chat_template")
     tools = metadata.get("tokenizer.chat_template.tool_use")
-    size = metadata.get("general.size_label")
+    label = metadata.get("general.size_label")
+    size = label if isinstance(label, str) else ""
     vector = header.number("embedding_length")
     return ModelInfo(
         name=name,
         architecture=header.architecture,
-        description=" ".join(
-            filter(None, (header.architecture, size if isinstance(size, str) else "", quant))
-        ),
+        description=" ".join(filter(None, (header.architecture, size, quant))),
         parameters=sum(map(_count_weights, header.tensors)),
         size_bytes=header.data_bytes,
         vocabulary_size=header.vocabulary,

@@ -239,7 +239,6 @@ class _Handler(BaseHTTPRequestHandler):
         total = len(data) + hub.has_fault("resized")
         self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(data[:64]).hexdigest()}"')
         if part:
             self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
         self.end_headers()
@@ -269,11 +268,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }.items():
+        own = {"Content-Type": kind, "Content-Length": str(len(body))}
+        for name, value in {**own, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

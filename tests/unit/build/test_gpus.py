@@ -18,32 +18,27 @@ LLVMPIPE = ("llvmpipe", 4, 24 << 30)
 RADEON = ("AMD Radeon", 2, 16 << 30)
 
 
+def write(number: int) -> Callable[..., None]:
+    """A function of CUDA that writes a number to its first argument."""
+    return lambda value, *_: setattr(value._obj, "value", number)
+
+
 class Cuda:
     """libcuda with `count` H200; `code` is what cuInit returns."""
 
-    def __init__(self, count: int = 1, code: int = 0) -> None:
-        self.count, self.code = count, code
+    cuDriverGetVersion, cuDeviceTotalMem_v2 = map(staticmethod, (write(13010), write(139 << 30)))
 
-    def cuInit(self, flags: int) -> int:
-        return self.code
+    def __init__(self, count: int = 1, code: int = 0) -> None:
+        self.cuInit, self.cuDeviceGetCount = lambda flags: code, write(count)
 
     def cuGetErrorString(self, error: int, text: Any) -> None:
         text._obj.value = b"driver {too} old"
-
-    def cuDriverGetVersion(self, version: Any) -> None:
-        version._obj.value = 13010
-
-    def cuDeviceGetCount(self, count: Any) -> None:
-        count._obj.value = self.count
 
     def cuDeviceGet(self, device: Any, index: int) -> None:
         device._obj.value = index
 
     def cuDeviceGetName(self, name: Any, size: int, device: Any) -> None:
         name.value = b"NVIDIA H200"
-
-    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> None:
-        memory._obj.value = 139 << 30
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
         value._obj.value = {75: 9, 76: device}[attribute]
@@ -164,9 +159,7 @@ def test_a_process_of_its_own_answers() -> None:
     assert find_gpus() == ask_drivers(*BACKENDS)
 
 
-def test_a_driver_that_kills_its_process_is_a_problem_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_that_kills_its_process_is_a_problem_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "__file__", "-c")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (problem,) = find_gpus().problems

@@ -10,15 +10,7 @@ import pytest
 
 from cllm.build import module
 from cllm.build.gpus import Drivers, Gpu
-from cllm.build.module import (
-    Module,
-    ModuleOptions,
-    choose_backend,
-    choose_module,
-    describe_time,
-    find_modules,
-    plan_module,
-)
+from cllm.build.module import Module, ModuleOptions, plan_module
 from cllm.build.options import revision
 from cllm.build.toolchain import BINDINGS_VERSION, BuildError, Compiler
 
@@ -70,7 +62,7 @@ def finish(folder: Path, options: ModuleOptions, age_s: float = 0, **differing: 
     ],
 )
 def test_auto_is_decided_by_the_gpu(asked: str, gpus: tuple[Gpu, ...], backend: str | None) -> None:
-    assert choose_backend(asked, Drivers(gpus)) == backend
+    assert module.choose_backend(asked, Drivers(gpus)) == backend
 
 
 def test_cuda_is_built_for_the_architectures_that_are_here(tmp_path: Path) -> None:
@@ -158,7 +150,7 @@ def test_a_module_is_known_by_what_it_is(tmp_path: Path) -> None:
     finish(tmp_path, cuda, age_s=3, recipe=revision())  # a library's
     (tmp_path / "native" / f"{BINDINGS_VERSION}-broken").mkdir()
     (tmp_path / "native" / f"{BINDINGS_VERSION}-broken" / "build.json").write_text("{")
-    assert find_modules() == [new, old]
+    assert module.find_modules() == [new, old]
 
 
 @pytest.mark.parametrize(
@@ -175,16 +167,13 @@ def test_a_module_is_known_by_what_it_is(tmp_path: Path) -> None:
 )
 def test_the_module_for_all_gpus_that_are_here_is_loaded(gpus: tuple[Gpu, ...], chosen: str | None) -> None:
     """ggml would use a GPU that the module has no code for, and abort."""
-    modules = [
-        Module(Path("any"), "vulkan", frozenset()),
-        Module(Path("h200"), "cuda", frozenset({"90"})),
-    ]
+    modules = [Module(Path("any"), "vulkan", frozenset()), Module(Path("h200"), "cuda", frozenset({"90"}))]
     if chosen == "both":
         modules.append(Module(Path("both"), "cuda", frozenset({"75", "90"})))
-    found = choose_module(modules, Drivers(gpus))
+    found = module.choose_module(modules, Drivers(gpus))
     assert (found and found.path.name) == chosen
 
 
 def test_the_time_is_that_of_this_machine() -> None:
-    assert describe_time("cuda", 16) == "about 5 minutes, once"
-    assert describe_time("vulkan", 64) == "about 1 minute, once"
+    assert module.describe_time("cuda", 16) == "about 5 minutes, once"
+    assert module.describe_time("vulkan", 64) == "about 1 minute, once"

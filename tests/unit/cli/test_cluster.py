@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cllm.cli.cluster import make_settings, make_start, make_token, prepare_replica
-from cllm.cli.main import app
 from cllm.cli.serve import prepare_gateway
 from cllm.cluster.directory import TOKEN_FILE, split_address, use_token
 from cllm.config import EngineConfig
@@ -35,14 +33,6 @@ def test_ray_is_imported_by_nothing_but_its_use(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('Ray was imported')")
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin"}
     subprocess.run([sys.executable, "-c", CHECK], check=True, timeout=120, env=environment)
-
-
-@pytest.mark.parametrize("command", ["", "head", "join", "deploy", "status", "down"])
-def test_help_fits_80_columns(command: str) -> None:
-    arguments = ["cluster", *command.split(), "--help"]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"})
-    assert done.exit_code == 0
-    assert max(map(len, done.output.splitlines())) <= 80
 
 
 def test_a_token_is_made_once_and_is_private(tmp_path: Path) -> None:

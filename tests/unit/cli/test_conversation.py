@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, LocalAnswers, Piece, Transcript, read_text
+from cllm.cli import conversation
+from cllm.cli.conversation import AnswerEnd, Dialog, LocalAnswers, Message, Piece, Transcript, read_text
 from cllm.cli.terminal import Screen
 from cllm.errors import ConfigError, EngineDied, InvalidRequest
 
@@ -16,7 +17,7 @@ def answered(*questions: str) -> Transcript:
     transcript = Transcript()
     for question in questions:
         transcript.ask(question)
-        transcript.answer(f"{question}!", "hm")
+        transcript.messages.append(Message("assistant", f"{question}!", "hm"))
     return transcript
 
 
@@ -26,13 +27,6 @@ def test_a_question_replaces_one_without_an_answer() -> None:
     transcript.ask("two")
     assert [message.content for message in transcript.messages] == ["one", "one!", "two"]
     assert transcript.unanswered and transcript.drop_answer()
-
-
-def test_turns_are_dropped_from_the_end() -> None:
-    transcript = answered("one", "two")
-    assert transcript.drop_answer() and transcript.messages[-1].content == "two"
-    assert transcript.drop_turn() and transcript.drop_turn()
-    assert not transcript.drop_turn() and not transcript.drop_answer()
 
 
 def test_messages_and_options_are_those_of_the_api() -> None:
@@ -75,20 +69,6 @@ def test_a_wrong_setting_is_named_and_changes_nothing(name: str, text: str, said
     assert transcript.settings == {}
 
 
-def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
-    transcript = answered("one", "zwei 日本")
-    transcript.set("seed", "7")
-    transcript.save(tmp_path / "chat.json")
-    assert Transcript.load(tmp_path / "chat.json") == transcript
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"messages": [{"role": "tool", "content": ""}]}'])
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(ConfigError, match="no saved chat"):
-        Transcript.load(tmp_path / "x")
-
-
 def test_files_of_a_question_are_text(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\x89PNG\xff")
     (tmp_path / "zero").write_bytes(b"a\0b")
@@ -128,23 +108,11 @@ def test_reasoning_is_shown_or_folded(capsys: pytest.CaptureFixture[str], think:
     opened = chat(THOUGHT, THOUGHT._replace(text=""), TEXT, END, think=think)
     assert opened.answer()
     assert capsys.readouterr().out == shown
-    assert opened.transcript.rendered()[-1] == {
-        "role": "assistant",
-        "content": "yes",
-        "reasoning_content": "hmm",
-    }
-
-
-def test_one_line_says_what_an_answer_took() -> None:
-    opened = chat(TEXT, TEXT, END)
-    opened.answer()
-    line = opened.describe_last()
-    assert line.startswith("4 tokens, ") and " tokens/s, first token " in line
-    assert line.endswith("6 of 8 prompt tokens cached, context 12 of 100")
+    assert opened.transcript.messages[-1] == Message("assistant", "yes", "hmm")
 
 
 def test_a_server_that_counts_nothing_has_a_line_too() -> None:
-    stats = AnswerStats()
+    stats = conversation.AnswerStats()
     stats.see_piece()
     assert stats.describe(0) == "first token 0.00 s"
 

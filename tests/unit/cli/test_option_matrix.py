@@ -20,11 +20,6 @@ def test_every_option_has_a_row_or_a_reason() -> None:
     assert not tried & REASONS.keys()
 
 
-def test_rows_have_labels_of_their_own() -> None:
-    labels = [row.label for row in ROWS]
-    assert len(set(labels)) == len(labels)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
 def test_row_sets_its_options(row: Row) -> None:
     words = [word.replace("{{", "{").replace("}}", "}") for word in row.words.split()]

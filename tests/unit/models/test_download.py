@@ -83,12 +83,8 @@ def test_a_file_comes_in_several_ranges_and_whole(hub: FakeHub, tmp_path: Path, 
     assert (tmp_path / "x").read_bytes() == data
     ranges = [asked.range for asked in hub.requests if asked.host == "files"]
     assert len(ranges) == len(set(ranges)) > CONNECTIONS
+    assert 1 <= len([asked for asked in hub.requests if asked.host == "hub"]) <= CONNECTIONS, "at first only"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["x"]
-
-
-def test_the_hub_is_asked_for_the_address_only_at_first(hub: FakeHub, tmp_path: Path, data: bytes) -> None:
-    fetch(tmp_path, data)
-    assert 1 <= len([asked for asked in hub.requests if asked.host == "hub"]) <= CONNECTIONS
 
 
 @pytest.mark.parametrize("fault", ["cut", "stall", "429", "500", "expired", "early"])
@@ -324,8 +320,3 @@ def test_a_late_mark_is_ignored(open_journal: OpenJournal, tmp_path: Path) -> No
     journal.close()
     journal.mark(0)
     assert not any(written(open_journal()))
-
-
-def test_an_empty_file_has_no_blocks(open_journal: OpenJournal, tmp_path: Path) -> None:
-    journal = open_journal(size=0)
-    assert journal.count == 0 and journal.missing_bytes == 0

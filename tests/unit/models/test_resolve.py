@@ -100,20 +100,17 @@ def test_drafts_are_resolved_and_a_gpu_that_fails_refuses_no_pull(
     assert checked == [(1, draft), (0, draft)] and found.draft_model == str(draft)
 
 
-def test_an_ambiguous_name_lists_the_candidates(folder: Path) -> None:
-    with pytest.raises(
-        ModelFileError, match=r"'qwen' names 2 models: Qwen3-4B-Q4_K_M, Qwen3-8B-Q4_K_M; give"
-    ):
-        resolve("qwen")
-
-
-def test_an_unknown_name_says_what_is_near(folder: Path) -> None:
-    with pytest.raises(
-        ModelFileError, match=r"no file, folder or model 'gema-3' here; near it: Gemma-3-Q8_0"
-    ):
-        resolve("gema-3")
-    with pytest.raises(ModelFileError, match=r"`cllm pull hf:User/Repo` gets one"):
-        resolve("User/Repo")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen", "'qwen' names 2 models: Qwen3-4B-Q4_K_M, Qwen3-8B-Q4_K_M; give"),
+        ("gema-3", "no file, folder or model 'gema-3' here; near it: Gemma-3-Q8_0"),
+        ("User/Repo", "`cllm pull hf:User/Repo` gets one"),
+    ],
+)
+def test_an_ambiguous_or_unknown_name_lists_the_candidates(folder: Path, name: str, said: str) -> None:
+    with pytest.raises(ModelFileError, match=said):
+        resolve(name)
 
 
 def test_a_plain_path_imports_no_hub(tmp_path: Path) -> None:

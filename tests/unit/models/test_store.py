@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,26 +11,7 @@ import pytest
 from cllm.errors import ModelFileError
 from cllm.models import store
 from cllm.models.files import HubFile, HubReference
-from cllm.models.store import (
-    HeaderInfo,
-    HfRepository,
-    PlainFolder,
-    StoredModel,
-    find_incomplete,
-    find_parts,
-    find_stored,
-    find_users,
-    hf_cache,
-    hf_home,
-    list_models,
-    make_destination,
-    ms_cache,
-    ms_folder,
-    plan_removal,
-    remove,
-    scan,
-    scan_folder,
-)
+from cllm.models.store import HfRepository, StoredModel, find_stored, hf_cache, ms_cache, plan_removal, remove
 from tests.driver.hub import COMMIT
 
 REPO = "User/Repo-GGUF"
@@ -63,7 +42,7 @@ def get(text: str) -> StoredModel:
 
 
 def names() -> list[str]:
-    return [model.name for model in scan() if model.source != "embedded"]
+    return [model.name for model in store.scan() if model.source != "embedded"]
 
 
 def test_folders_follow_the_variables_of_the_hubs(monkeypatch: pytest.MonkeyPatch, caches: Path) -> None:
@@ -72,7 +51,7 @@ def test_folders_follow_the_variables_of_the_hubs(monkeypatch: pytest.MonkeyPatc
     assert hf_cache() == Path.home() / "models"
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert hf_home() == Path("/xdg/huggingface")
+    assert store.hf_home() == Path("/xdg/huggingface")
 
 
 def test_huggingface_hub_finds_what_was_stored(caches: Path) -> None:
@@ -152,14 +131,6 @@ def test_modelscopes_cache(caches: Path, layout: str) -> None:
     assert get("ms:User/Repo.v2").path == folder / "m-Q4_0.gguf"
 
 
-def test_modelscopes_files_are_stored_in_its_layout(caches: Path) -> None:
-    destination = make_destination(HubReference("ms", "User/Repo.v2"), "master")
-    assert isinstance(destination, PlainFolder)
-    place = destination.paths(HubFile("sub/m.gguf", 1, "0" * 64))
-    assert place.final == ms_cache() / "models" / "User" / "Repo___v2" / "sub" / "m.gguf"
-    assert place.part.name == ".m.gguf.cllm.incomplete"
-
-
 def test_folders_and_the_embedded_model(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = caches / "größe 模型 x"
     (folder / "deep").mkdir(parents=True)
@@ -167,8 +138,8 @@ def test_folders_and_the_embedded_model(caches: Path, monkeypatch: pytest.Monkey
     (folder / "mmproj-a.gguf").write_bytes(b"no model")
     monkeypatch.setenv("CLLM_MODEL_DIR", f"{folder}{os.pathsep}{caches / 'none'}")
     assert names() == ["a b-Q4_0"]
-    assert scan_folder(folder, deep=False) == []
-    (embedded,) = (model for model in scan() if model.source == "embedded")
+    assert store.scan_folder(folder, deep=False) == []
+    (embedded,) = (model for model in store.scan() if model.source == "embedded")
     with pytest.raises(ModelFileError, match="pip uninstall"):
         plan_removal(embedded)
 
@@ -203,28 +174,15 @@ def test_a_download_that_is_under_way_stays(caches: Path) -> None:
     assert names() == [] and part.exists()
 
 
-def test_a_process_that_has_a_model_loaded_is_found(caches: Path) -> None:
-    pointer = put("m-Q8_0.gguf", b"data" * 5000)
-    code = "import mmap,sys; f=open(sys.argv[1],'rb'); m=mmap.mmap(f.fileno(),0,access=mmap.ACCESS_READ)"
-    wait = "; f.close(); print('up', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code + wait, str(pointer)]
-    assert find_users([pointer]) == {}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdin is not None
-        process.stdout.readline()
-        assert list(find_users([pointer])) == [process.pid]
-        process.stdin.close()
-
-
 def test_what_interrupted_pulls_have_left(caches: Path) -> None:
     for folder, name in (
         (HfRepository(REPO).folder / "blobs", "abc"),
-        (ms_folder("User/Repo.v2"), ".m.gguf"),
+        (store.ms_folder("User/Repo.v2"), ".m.gguf"),
     ):
         folder.mkdir(parents=True)
         (folder / f"{name}.cllm.incomplete").write_bytes(bytes(8192))
-    assert find_incomplete() == {f"hf:{REPO}": (8192, 8192), "ms:User/Repo.v2": (8192, 8192)}
-    assert find_parts(HubReference("ms", "User/Repo.v2")).freed == 8192
+    assert store.find_incomplete() == {f"hf:{REPO}": (8192, 8192), "ms:User/Repo.v2": (8192, 8192)}
+    assert store.find_parts(HubReference("ms", "User/Repo.v2")).freed == 8192
 
 
 @pytest.fixture
@@ -237,33 +195,33 @@ def listed(caches: Path, tiny: dict[str, bytes]) -> Path:
 
 
 def test_the_list_has_what_the_headers_say(listed: Path) -> None:
-    found = {entry.model.stem: entry for entry in list_models(str(listed))}
-    header = found["a-Q4_0"].header
+    found = {model.stem: header for model, header in store.list_models(str(listed))}
+    header = found["a-Q4_0"]
     assert header is not None and header.architecture == "llama" and header.chat_template
     assert header.context == 4096
-    assert found["broken-Q4_0"].header is None
+    assert found["broken-Q4_0"] is None
 
 
 def test_headers_are_read_again_only_when_a_file_changes(
     listed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = list_models(str(listed))
+    before = store.list_models(str(listed))
     (listed / "broken-Q4_0.gguf").unlink()
     read: list[Path] = []
     real = store._read_header
 
-    def read_header(path: Path, size: int, changed: int) -> HeaderInfo:
+    def read_header(path: Path, size: int, changed: int) -> store.HeaderInfo:
         read.append(path)
         return real(path, size, changed)
 
     monkeypatch.setattr(store, "_read_header", read_header)
-    assert list_models(str(listed))[0] == before[0] and read == []
+    assert store.list_models(str(listed))[0] == before[0] and read == []
     os.utime(listed / "a-Q4_0.gguf", ns=(1, 1))
-    list_models(str(listed))
+    store.list_models(str(listed))
     assert read == [listed / "a-Q4_0.gguf"]
 
 
 def test_a_damaged_memory_is_made_again(listed: Path, caches: Path) -> None:
-    list_models(str(listed))
+    store.list_models(str(listed))
     (caches / "cllm" / "models.json").write_text("{]")
-    assert list_models(str(listed))[0].header is not None
+    assert store.list_models(str(listed))[0][1] is not None
