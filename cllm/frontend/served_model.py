@@ -150,11 +150,11 @@ class ServedModel:
         self.phase = Phase.UNLOADED if engine is None else Phase.SERVING
         self.loading: asyncio.Task[None] | None = None  # loads it when it is its turn
         self._unloading: asyncio.Task[None] | None = None
-        self.used_at = time.monotonic()
-        self.last_used: float | None = None
+        self.used_at = 0.0  # the last time (monotonic); 0: never
         self.loaded_at: float | None = None if engine is None else time.time()
         self.engines: list[EngineClient] = [engine] if engine is not None else []  # those with processes
         self._loader = loader
+        self.can_load = loader is not None
         self._info = info
         self._retiring: set[asyncio.Task[None]] = set()
 
@@ -176,10 +176,6 @@ class ServedModel:
         """A request can be taken now."""
         taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
         return taking and self.engine in self.engines
-
-    @property
-    def can_load(self) -> bool:
-        return self._loader is not None
 
     @property
     def quiet(self) -> bool:
@@ -232,6 +228,7 @@ class ServedModel:
 
     def describe(self, *, default: bool) -> ModelStatus:
         info, limits = self.info, self.limits
+        last_used = time.time() - (time.monotonic() - self.used_at)
         expires = self.ttl_s and self.loaded and not self.config.keep
         return ModelStatus(
             name=self.name if info is None else info.name,
@@ -243,9 +240,9 @@ class ServedModel:
             requests=len(self.requests),
             waiting=len(self.waiters),
             memory_bytes=dict(self.prepared.memory) if self.prepared is not None else {},
-            last_used=self.last_used,
+            last_used=last_used if self.used_at else None,
             loaded_at=self.loaded_at if self.loaded else None,
-            expires_at=time.time() + self.ttl_s - (time.monotonic() - self.used_at) if expires else None,
+            expires_at=last_used + self.ttl_s if expires else None,
             context=limits.request_tokens if limits is not None else 0,
             slots=limits.sequences if limits is not None else 0,
             size_bytes=info.size_bytes if info is not None else 0,
@@ -256,10 +253,6 @@ class ServedModel:
             error="" if self.error is None else self.error.message,
         )
 
-    def touch(self) -> None:
-        """It is used now."""
-        self.used_at, self.last_used = time.monotonic(), time.time()
-
     # From load to unload -----------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -267,7 +260,7 @@ class ServedModel:
         assert self.engine is not None
         self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
-        self.touch()
+        self.used_at = time.monotonic()
 
     async def prepare(self, rooms: Sequence[Memory] = ()) -> PreparedModel:
         """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
@@ -319,7 +312,7 @@ class ServedModel:
         for waiter in self._take_waiters():
             self.users += 1
             waiter.set_result(None)
-        self.touch()
+        self.used_at = time.monotonic()
 
     def _take_waiters(self) -> list[asyncio.Future[None]]:
         waiters, self.waiters = self.waiters, []

@@ -29,7 +29,7 @@ from cllm.frontend.tenants import Tenant
 from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
-from cllm.workers.executor import Receive
+from cllm.workers.executor import ProcessExecutor, Receive
 from cllm.workers.supervisor import Backoff
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor, ThreadTokenizer
 
@@ -38,7 +38,7 @@ def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request
     return Request(id=name, prompt=Prompt(tuple(prompt)), max_tokens=max_tokens)
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(ProcessExecutor):
     """An executor whose engine does what the test says."""
 
     tokenizer = ThreadTokenizer()
@@ -66,9 +66,6 @@ class ScriptedExecutor:
         if self.unsendable and isinstance(command, Submit) and command.request.id in self.unsendable:
             raise self.unsendable[command.request.id]
         self.sent.append(command)
-
-    def end_tasks(self, why: str) -> None:
-        pass
 
     def stop(self) -> None:
         self.stopped = True

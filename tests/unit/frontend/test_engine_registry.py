@@ -31,7 +31,7 @@ from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
 from cllm.types import Health, Prompt, Request
-from cllm.workers.executor import Receive
+from cllm.workers.executor import ProcessExecutor, Receive
 from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 
@@ -40,7 +40,7 @@ LIMIT = 100
 Result = TypeVar("Result")
 
 
-class InstantExecutor:
+class InstantExecutor(ProcessExecutor):
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
     tokenizer = ThreadTokenizer()
@@ -56,8 +56,6 @@ class InstantExecutor:
         receive(self._report)
 
     def send(self, command: Command) -> None: ...
-
-    def end_tasks(self, why: str) -> None: ...
 
     def stop(self) -> None:
         if self.running:
@@ -344,7 +342,7 @@ def test_tenants_have_one_account_over_all_models() -> None:
         for number, lease in enumerate((ant, bee)):
             request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
             lease.engine.submit(request, AsyncOutputStream)
-        tenant = registry.default.engine.tenants.find("ann")  # type: ignore[union-attr]
+        tenant = registry.default.engine.tenants.accounts["ann"]  # type: ignore[union-attr]
         assert tenant.running == 2 and tenant.virtual == 6
 
     run(test())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from cllm.frontend.metrics import EngineMetrics, LatencyCurve, PlainHistogram, RequestLog
+from cllm.frontend.metrics import EngineMetrics, PlainHistogram, RequestLog
 from cllm.messages import ClusterReport, ReplicaStatus
 from cllm.types import Failure, FinishReason, Prompt, Request, RequestOutput, Usage
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
@@ -112,7 +112,7 @@ def test_a_record_has_times_and_counts() -> None:
     assert (record.number, record.id, record.tenant, record.outcome) == (1, "23456789", "ann", "stop")
     assert (record.queue_ms, record.first_ms, record.gap_ms, record.total_ms) == (500, 1000, 250, 2500)
     assert (record.prompt, record.cached, record.generated) == (7, 3, 5)
-    assert log.curve.points[0].figures() == (1000, 1000, 250, 250)
+    assert log.points[0].figures() == (1000, 1000, 250, 250)
 
 
 def test_a_request_without_a_token_is_in_the_log_and_not_in_the_curve() -> None:
@@ -122,7 +122,7 @@ def test_a_request_without_a_token_is_in_the_log_and_not_in_the_curve() -> None:
     log.add(state(last_token=11.0, generated=1), output(), now=11.0)
     assert [record.outcome for record in log.records] == ["engine_died", "stop"]
     assert (log.records[0].first_ms, log.records[0].queue_ms) == (None, 1000)
-    assert log.curve.count == 1 and log.curve.points[0].figures() == (1000, 1000, None, None)
+    assert log.measured == 1 and log.points[0].figures() == (1000, 1000, None, None)
 
 
 def test_the_log_is_bounded() -> None:
@@ -134,14 +134,15 @@ def test_the_log_is_bounded() -> None:
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1024, 1025, 20_000])
 def test_the_curve_holds_every_request_in_few_points(count: int) -> None:
-    curve = LatencyCurve()
+    curve = RequestLog()
     for number in range(count):
-        curve.add(float(number), float(number) if number % 2 else None)
-    assert len(curve.points) <= curve.MAX_POINTS and curve.count == count
+        times = {"arrived": 0.0, "first_token": number / 1000, "last_token": number / 500}
+        curve.add(state(**times, generated=1 + number % 2), output(), now=100.0)
+    assert len(curve.points) <= curve.MAX_POINTS and curve.measured == count
     assert len(curve.points) == -(-count // curve.width)
     assert sum(point.first_count for point in curve.points) == count
-    assert sum(point.first_sum for point in curve.points) == sum(range(count))
-    assert curve.points[-1].first_max == count - 1
+    assert sum(point.first_sum for point in curve.points) == pytest.approx(sum(range(count)))
+    assert curve.points[-1].first_max == pytest.approx(count - 1)
     assert sum(point.gap_count for point in curve.points) == count // 2
     begin = curve.points[0].figures()
     assert begin[0] == pytest.approx((min(curve.width, count) - 1) / 2, abs=0.5)

@@ -118,7 +118,7 @@ def test_retry_after_is_how_long_the_queue_takes_to_drain(clock: Clock) -> None:
     rate = DrainRate()
     assert rate.seconds_for(100, 10_000) == 1.0, "nothing is known yet"
     for _ in range(11):
-        rate.note(50)
+        rate.ended.append((clock.now, 50))
         clock.now += 0.5
     # 11 requests and 550 tokens in 5.5 s
     assert rate.seconds_for(10, 0) == pytest.approx(5.0)
@@ -222,8 +222,7 @@ def serve(line: Line, source: random.Random, rounds: int, top_up: dict[str, int]
     had: Counter[str] = Counter()
     for _ in range(rounds):
         for name, tokens in top_up.items():
-            tenant = line.queue.tenants.find(name)
-            while tenant.waiting < 3:
+            while (tenant := line.queue.tenants.accounts.get(name)) is None or tenant.waiting < 3:
                 line.ask(name, tokens=source.randint(1, 2 * tokens))
         line.feed()
         done = source.choice(line.inside())
@@ -249,7 +248,7 @@ def test_an_idle_tenant_has_no_credit(clock: Clock) -> None:
     for _ in range(50):
         line.finish(_run(line, "a"), 100)
     clock.now += 60
-    a, b = line.queue.tenants.find("a"), line.queue.tenants.find("b")
+    a, b = map(line.queue.tenants.accounts.__getitem__, "ab")
     starts = line.queue.tenants.start_tag
     assert starts(a) == starts(b), "what a had while it was alone is no debt, b's absence no credit"
 
@@ -349,10 +348,9 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
             name = f"t{source.randrange(names)}."  # request ids are a name and a number
             waiting.append(line.ask(name, priority=source.choice([0, 0, 0, 1])))
         elif source.random() < 0.3:
-            queue.remove(gone := waiting.pop(source.randrange(len(waiting))))
-            gone.tenant.waiting -= 1
+            queue.remove(waiting.pop(source.randrange(len(waiting))))
         else:
-            for tenant in source.sample(list(tenants._tenants.values()), k=min(2, len(tenants._tenants))):
+            for tenant in source.sample(list(tenants.accounts.values()), k=min(2, len(tenants.accounts))):
                 tenant.charge(source.choice([0, 1, 7, 50]), 0.0)
             kept = {tenant: source.randint(1, 2) for tenant in tenants.active if source.random() < 0.2}
             free = source.randint(1, 3)
@@ -361,7 +359,6 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
             assert found is expected
             if found is not None:
                 waiting.remove(found)
-                found.tenant.waiting -= 1
         assert queue.count == len(waiting) and list(queue) == sorted(
             waiting, key=lambda each: (-each.request.priority, each.number)
         )
@@ -467,7 +464,7 @@ def test_accounts_of_unknown_tenants_do_not_pile_up(clock: Clock) -> None:
     for number in range(2000):
         clock.now += 1
         line.finish(_run(line, f"t{number}"), 5)
-    assert len(line.queue.tenants._tenants) <= 257
+    assert len(line.queue.tenants.accounts) <= 257
 
 
 def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:

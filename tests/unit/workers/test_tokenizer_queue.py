@@ -66,7 +66,7 @@ def test_a_suspect_runs_alone_and_before_the_others() -> None:
     queue = TokenizerQueue()
     suspect, (other,) = call(), put(queue, call())
     suspect.blame()
-    queue.put_back(suspect)
+    queue.again.append(suspect)
     assert queue.take([call()]) is None
     assert queue.take([]) is suspect
     assert queue.take([suspect]) is None
