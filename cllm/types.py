@@ -127,11 +127,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature <= 0 and not (self.mirostat or self.logit_bias or self.looks_back)
 
     @property
-    def adjusts_logits(self) -> bool:
-        """True when logits are rewritten before sampling, so that their argmax is not enough."""
-        return bool(self.logit_bias) or self.looks_back
-
-    @property
     def looks_back(self) -> bool:
         """True when the tokens so far change the next one's logits."""
         return self.penalises or self.dry_multiplier > 0

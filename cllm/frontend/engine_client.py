@@ -175,7 +175,8 @@ class EngineClient:
         try:
             if self.health in _CLOSED:
                 raise self._closed_error()
-            self._queue.refuse_if_full(1)
+            if self._queue.states:
+                self._queue.refuse_if_full(1)
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise

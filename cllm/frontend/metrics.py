@@ -367,10 +367,12 @@ class LatencyPoint(msgspec.Struct):
 
     def figures(self) -> tuple[float, float, float | None, float | None]:
         """Mean and maximum in milliseconds: to the first token, then between two tokens."""
-        gap_mean = gap_max = None
+        figures = [self.first_sum / self.first_count, self.first_max]
         if self.gap_count:
-            gap_mean, gap_max = shorten(self.gap_sum / self.gap_count), shorten(self.gap_max)
-        return shorten(self.first_sum / self.first_count), shorten(self.first_max), gap_mean, gap_max
+            figures += [self.gap_sum / self.gap_count, self.gap_max]
+        first_mean, first_max, *gaps = [round(each, 2 if each < 100 else 0) for each in figures]
+        gap_mean, gap_max = gaps or (None, None)
+        return first_mean, first_max, gap_mean, gap_max
 
 
 class RequestLog:
@@ -409,23 +411,18 @@ class RequestLog:
                 self.points[-1].merge(point)
             self.measured += 1
         usage, ended_at = output.usage, time.time()
+        queue_ms, total_ms = 1000 * ((state.dispatched or now) - state.arrived), 1000 * (now - state.arrived)
+        spans = (queue_ms, first_ms, gap_ms, total_ms)
+        times: list[Any] = [each if each is None else round(each, 2 if each < 100 else 0) for each in spans]
         record = RequestRecord(
             self.count,
             output.request_id[-8:],  # as much as finds it in the log
             state.tenant.name,
             output.error.code if output.error is not None else output.finish_reason.value,
             round(ended_at, 1),
-            shorten(1000 * ((state.dispatched or now) - state.arrived)),
-            None if first_ms is None else shorten(first_ms),
-            None if gap_ms is None else shorten(gap_ms),
-            shorten(1000 * (now - state.arrived)),
+            *times,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
         )
         self.records.append(record)
-
-
-def shorten(value: float) -> float:
-    """Enough digits to read, few to send."""
-    return round(value, 2) if value < 100 else float(round(value))

@@ -112,7 +112,8 @@ class RequestQueue:
         tenant = self.tenants.accounts.get(request.tenant) or self.tenants.open(request.tenant)
         if tenant.limited:
             tenant.check(request, now)
-        self.refuse_if_full(tokens)
+        if self.states:
+            self.refuse_if_full(tokens)
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, now)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
@@ -130,13 +131,12 @@ class RequestQueue:
 
     def refuse_if_full(self, tokens: int) -> None:
         """Raise QueueFull if the queue has no room for a prompt of `tokens` tokens."""
-        if not (self._generation.count or self._embedding.count):
-            return  # a prompt larger than the whole queue may wait alone: else it could never be accepted
         count, waiting_tokens = self.waiting
         if count >= self.queue_size:
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(count, self.queue_size, retry_after_s)
-        if self.queue_tokens and waiting_tokens + tokens > self.queue_tokens:
+        # A prompt larger than the whole queue may wait alone: it could never be accepted otherwise.
+        if self.queue_tokens and count and waiting_tokens + tokens > self.queue_tokens:
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(waiting_tokens, self.queue_tokens, retry_after_s, what="prompt tokens")
 

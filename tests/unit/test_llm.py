@@ -114,17 +114,6 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_no_request() -> None:
             assert len(llm.generate(["b"] * 4, max_tokens=1)) == 4
 
 
-def test_an_async_prompt_that_is_refused_cancels_the_others() -> None:
-    async def use() -> None:
-        async with make_llm(AsyncLLM, make_slow) as llm:
-            with pytest.raises(InvalidRequest, match="empty"):
-                await llm.generate(["a", "b", "", "c"], ENDLESS, max_tokens=900)
-            assert len(asyncio.all_tasks()) == 1, "no call goes on in the background"
-            await asyncio.to_thread(wait_for, lambda: idle(llm), CANCELLED_S)
-
-    asyncio.run(use())
-
-
 def test_a_dropped_stream_is_cancelled(slow_llm: LLM) -> None:
     for stream in (
         slow_llm.stream("a", ENDLESS, max_tokens=900),
@@ -248,22 +237,6 @@ def test_a_model_can_be_closed_while_it_loads(slow: SlowLoad) -> None:
     assert isinstance(raised[0], ShuttingDown)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_an_async_model_can_be_closed_while_it_loads(slow: SlowLoad, debug: bool) -> None:
-    async def use() -> None:
-        llm = make_llm(AsyncLLM, slow)
-        opening = asyncio.create_task(llm.__aenter__())
-        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
-        closing = asyncio.create_task(llm.close())
-        asyncio.get_running_loop().call_later(0.05, slow.finish.set)
-        async with asyncio.timeout(PATIENCE_S):
-            await closing
-            with pytest.raises(ShuttingDown):
-                await opening
-
-    asyncio.run(use(), debug=debug)
-
-
 def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
     async def use() -> None:
         asyncio.get_running_loop().call_later(0.1, slow.finish.set)
@@ -282,13 +255,6 @@ def test_a_second_entry_is_refused_and_leaves_the_first_alone() -> None:
         with pytest.raises(RuntimeError, match="this model is open already"):
             llm.__enter__()
         assert llm.generate("hello", max_tokens=2)
-    with pytest.raises(RuntimeError, match="this model is closed"):
-        llm.__enter__()
-
-
-def test_one_that_was_closed_before_it_was_opened_stays_closed() -> None:
-    llm = make_llm(LLM, make_fake)
-    llm.close()
     with pytest.raises(RuntimeError, match="this model is closed"):
         llm.__enter__()
 
@@ -338,16 +304,6 @@ def test_every_use_says_whether_it_is_not_open_yet_or_closed(use: Callable[[LLM]
         use(llm)
     with pytest.raises(ShuttingDown, match="this model is closed"):
         use(llm)
-
-
-def test_every_use_of_an_async_model_says_so_too() -> None:
-    llm = make_llm(AsyncLLM, make_fake)
-    for use in (llm.generate, llm.embed):
-        with pytest.raises(EngineNotReady, match="open it first"):
-            asyncio.run(use("x"))
-    for call in (lambda: llm.chat(QUESTION), lambda: llm.stream("x"), lambda: llm.stream(QUESTION)):
-        with pytest.raises(EngineNotReady, match="open it first"):
-            call()
 
 
 def test_a_stream_that_was_made_before_closing_says_so() -> None:

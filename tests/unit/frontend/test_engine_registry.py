@@ -268,6 +268,8 @@ def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_after_a_while() 
         (await use(registry, "ant")).release()
         assert ant.state is ModelState.READY and registry.models[0].error == "" and not ant.rest_s
 
+    run(test())
+
 
 def test_each_load_that_fails_again_is_tried_later() -> None:
     async def test() -> None:

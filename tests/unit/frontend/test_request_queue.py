@@ -474,15 +474,6 @@ def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:
     assert line.queue.waiting == (2, 17)
 
 
-def test_without_limits_nothing_is_refused_and_nothing_times_out(clock: Clock) -> None:
-    queue = RequestQueue(3)
-    for number in range(3):
-        request = Request(id=str(number), prompt=Prompt((1,) * 1000), max_tokens=1)
-        assert queue.admit(request, AsyncOutputStream(request.id), None).timeout_s is None
-    with pytest.raises(QueueFull):
-        queue.admit(Request(id="more", prompt=Prompt((1,)), max_tokens=1), AsyncOutputStream("more"), None)
-
-
 def test_a_request_is_charged_for_its_prompt_once_however_often_it_is_sent(clock: Clock) -> None:
     line = Line()
     state = line.ask("a", tokens=50)
@@ -502,26 +493,3 @@ def test_an_input_to_embed_may_have_as_many_tokens_as_the_model_takes(clock: Clo
         line.ask(tokens=513, embed=True)
     unknown = Request(id="early", prompt=Prompt(()), max_tokens=0, embed=((1,) * 513,))
     line.queue.admit(unknown, AsyncOutputStream("early"), None)  # the engine has not said its limits yet
-
-
-def test_a_full_unified_kv_gets_no_more(clock: Clock) -> None:
-    line = Line()
-    states = [line.ask(tokens=10) for _ in range(3)]
-    assert line.queue.next_for_engine(limits(4, cells=20, unified=True)) == states[:2]
-    assert line.queue.next_for_engine(limits(4, cells=21, unified=True)) == states[2:]
-
-
-def test_only_places_that_are_kept_lapse_with_time(clock: Clock) -> None:
-    line = Line(sequences=1)
-    for _ in range(9):
-        line.ask("a")
-    line.queue.next_for_engine(line.limits)
-    assert line.queue.look_again_at is None, "one tenant alone waits for nothing but slots"
-    line.ask("b")
-    line.queue.next_for_engine(line.limits)
-    assert line.queue.look_again_at is not None
-    both = Line(sequences=8)
-    both.ask("a")
-    both.ask("b")
-    both.queue.next_for_engine(both.limits)
-    assert both.queue.waiting == (0, 0) and both.queue.look_again_at is None

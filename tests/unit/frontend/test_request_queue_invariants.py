@@ -229,15 +229,8 @@ class TimedQueueMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-TestTimedQueue = TimedQueueMachine.TestCase
-TestTimedQueue.settings = settings(
-    max_examples=examples(50),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(
+TestTimedQueue, TestQueue = TimedQueueMachine.TestCase, QueueMachine.TestCase
+TestTimedQueue.settings = TestQueue.settings = settings(
     max_examples=examples(50),
     stateful_step_count=40,
     deadline=None,
