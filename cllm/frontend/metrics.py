@@ -413,14 +413,18 @@ class RequestLog:
         usage, ended_at = output.usage, time.time()
         queue_ms, total_ms = 1000 * ((state.dispatched or now) - state.arrived), 1000 * (now - state.arrived)
         spans = (queue_ms, first_ms, gap_ms, total_ms)
-        times: list[Any] = [each if each is None else round(each, 2 if each < 100 else 0) for each in spans]
+        shown: list[Any] = [each if each is None else round(each, 2 if each < 100 else 0) for each in spans]
+        queue_ms, first_ms, gap_ms, total_ms = shown
         record = RequestRecord(
             self.count,
             output.request_id[-8:],  # as much as finds it in the log
             state.tenant.name,
             output.error.code if output.error is not None else output.finish_reason.value,
             round(ended_at, 1),
-            *times,
+            queue_ms,
+            first_ms,
+            gap_ms,
+            total_ms,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,

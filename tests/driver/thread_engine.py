@@ -33,6 +33,8 @@ Kind = TypeVar("Kind", LLM, AsyncLLM)
 class ThreadExecutor(ProcessExecutor):
     """An executor in a thread. The tokenizer runs in that of its caller."""
 
+    tokenizer: ThreadTokenizer
+
     def __init__(self, make_runner: MakeRunner, config: EngineConfig | None = None) -> None:
         self._make_runner = make_runner
         self._config = config or EngineConfig()

@@ -129,12 +129,6 @@ def test_slow_header_half_open(hasty: Server, sent: bytes) -> None:
 
 
 @pytest.mark.failure_mode("slow-request")
-def test_slow_header_drips(hasty: Server) -> None:
-    with dial(hasty) as connection:
-        refused_late(drip(connection, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.1))
-
-
-@pytest.mark.failure_mode("slow-request")
 def test_slow_second_header_of_a_connection(hasty: Server) -> None:
     """The limit holds after an answer too, and empty lines do not start a request."""
     with dial(hasty) as connection:
@@ -155,14 +149,19 @@ def test_slow_body_half_open(hasty: Server) -> None:
 
 
 @pytest.mark.failure_mode("slow-request")
-@pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
-def test_slow_body_drips(hasty: Server, chunked: bool) -> None:
-    kind, data = (
-        (b"Transfer-Encoding: chunked", b"1\r\n \r\n") if chunked else (b"Content-Length: 9999", b" ")
-    )
+@pytest.mark.parametrize(
+    ("begin", "drops"),
+    [
+        (b"GET /health HTTP/1.1\r\nX: ", b"x"),
+        (HEAD + b"Content-Length: 9999\r\n\r\n", b" "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    ],
+    ids=["header", "sized", "chunked"],
+)
+def test_slow_request_drips(hasty: Server, begin: bytes, drops: bytes) -> None:
     with dial(hasty) as connection:
-        connection.sendall(HEAD + kind + b"\r\n\r\n")
-        refused_late(drip(connection, data * 500, 0.1))
+        connection.sendall(begin)
+        refused_late(drip(connection, drops * 500, 0.1))
 
 
 @pytest.mark.failure_mode("slow-request")

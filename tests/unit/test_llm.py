@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -176,12 +177,10 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
             lambda: llm.generate(["a"] * 20, ENDLESS, max_tokens=900),
             lambda: list(llm.stream("a", ENDLESS, max_tokens=900)),
         ]
-        threads = [run(call) for call in calls]
+        running = [run(call) for call in calls]
         wait_for(lambda: not idle(llm), PATIENCE_S)
         llm.close()
-        for thread, raised in threads:
-            join(thread)
-            assert [type(error) for error in raised] == [ShuttingDown]
+        assert all(isinstance(call.exception(PATIENCE_S), ShuttingDown) for call in running)
 
 
 class SlowLoad:
@@ -203,38 +202,22 @@ def slow() -> Iterator[SlowLoad]:
     load.finish.set()
 
 
-def run(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Call it in a thread; the list gets what it raises."""
-    raised: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    return thread, raised
-
-
-def join(thread: threading.Thread) -> None:
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+def run(call: Callable[[], object]) -> Future[object]:
+    """Call it in a thread."""
+    return ThreadPoolExecutor(1).submit(call)
 
 
 def test_a_model_can_be_closed_while_it_loads(slow: SlowLoad) -> None:
     llm = make_llm(LLM, slow)
-    opener, raised = run(llm.__enter__)
+    opener = run(llm.__enter__)
     assert slow.begun.wait(PATIENCE_S)
     with pytest.raises(EngineNotReady, match="still loading"):
         llm.generate("x")
-    closer, _ = run(llm.close)
+    closer = run(llm.close)
     wait_for(lambda: llm._model._closed, PATIENCE_S)
     slow.finish.set()
-    join(closer)
-    join(opener)
-    assert isinstance(raised[0], ShuttingDown)
+    closer.result(PATIENCE_S)
+    assert isinstance(opener.exception(PATIENCE_S), ShuttingDown)
 
 
 def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
