@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any, Protocol
@@ -276,16 +277,22 @@ class ServedModel:
     async def load(self, prepared: PreparedModel) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
-        before = self.phase
-        self.move_to(Phase.LOADING)
-        try:
+        with self._changing(Phase.LOADING):
             await self._take_over(self._loader.make(prepared))
+        self._failures = 0
+
+    @contextmanager
+    def _changing(self, phase: Phase) -> Iterator[None]:
+        """Be in this phase while a new engine takes over; what fails leaves the phase before."""
+        before = self.phase
+        self.move_to(phase)
+        try:
+            yield
         except BaseException:
             self.move_to(before)
             raise
         self.move_to(Phase.SERVING)
         self.error, self.loaded_at = None, time.time()
-        self._failures = 0
 
     @property
     def rest_s(self) -> float:
@@ -342,17 +349,11 @@ class ServedModel:
             raise Forbidden("the model of this server cannot be changed")
         if self.phase not in (Phase.SERVING, *_REST) or self.loading is not None:
             raise ReloadFailed("another model is being loaded already; try again when it serves")
-        before = self.phase
-        self.move_to(Phase.RELOADING)
-        try:
+        old = self.engine
+        with self._changing(Phase.RELOADING):
             prepared = await self._prepare(self._loader, file=file)
-            old = self.engine
             new = await self._take_over(self._loader.make(prepared))
-        except BaseException:
-            self.move_to(before)
-            raise
-        self.move_to(Phase.SERVING)
-        self.prepared, self.error, self.loaded_at = prepared, None, time.time()
+        self.prepared = prepared
         if old is not None and old in self.engines:
             task = asyncio.create_task(self._retire(old))
             self._retiring.add(task)

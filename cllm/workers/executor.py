@@ -220,10 +220,8 @@ class ProcessTokenizer:
         """Send what the worker has room for."""
         running = self._running
         while self._ready and len(running) < THREADS and not any(call.alone for call in running.values()):
-            small_only = sum(call.large for call in running.values()) >= THREADS - 1
-            fitting = (
-                call for line in self._lines.values() for call in line if not (small_only and call.large)
-            )
+            room = sum(call.large for call in running.values()) < THREADS - 1
+            fitting = (call for line in self._lines.values() for call in line if room or not call.large)
             call = self._again[0] if self._again else next(fitting, None)
             if call is None or (running and call.alone):
                 return

@@ -387,7 +387,7 @@ def test_stopping_ends_every_request_exactly_once(engine: EngineClient, executor
     assert executor.stopped and engine.requests == ()
 
 
-def test_requests_wait_while_a_cluster_has_no_replica(
+def test_requests_wait_while_a_cluster_has_no_replica_until_it_is_given_up(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     running = engine.submit(request("running"), BlockingOutputStream)
@@ -399,15 +399,8 @@ def test_requests_wait_while_a_cluster_has_no_replica(
     executor.come_back()
     assert engine.health.value == "ready" and engine.error is None
     assert executor.submitted() == ["running", "waits"] and not running.finished
-
-
-def test_a_cluster_that_is_given_up_refuses_until_it_is_ready(
-    engine: EngineClient, executor: ScriptedExecutor
-) -> None:
-    waiting = engine.submit(request("r"), BlockingOutputStream)
-    assert executor.receive is not None
     executor.receive(Unready("no replica is there", given_up=True))
-    assert read(waiting).error == Failure(EngineNotReady.code, "no replica is there")
+    assert read(running).error == Failure(EngineNotReady.code, "no replica is there")
     with pytest.raises(EngineNotReady, match="no replica is there"):
         engine.submit(request("later"), BlockingOutputStream)
     executor.come_back()

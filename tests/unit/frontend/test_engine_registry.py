@@ -75,12 +75,7 @@ class FakeLoader:
         self.tenants = Tenants()
 
     def prepare(
-        self,
-        model: ModelConfig,
-        *,
-        serving: EngineConfig | None = None,
-        file: str = "",
-        rooms: Sequence[Memory] = (),
+        self, model: ModelConfig, *, rooms: Sequence[Memory] = (), **_: EngineConfig | str | None
     ) -> PreparedModel:
         self.prepared.append((model.name, [dict(room) for room in rooms]))
         if self.failures.get(model.name) == "file":

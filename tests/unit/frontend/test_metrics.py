@@ -43,24 +43,21 @@ def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> Non
     new.stop()
 
 
-def ended(cached: int, source: str) -> tuple[Any, RequestOutput, float]:
-    """A request that has ended: its state, its last output, and when that was."""
-    state = SimpleNamespace(
-        arrived=1.0,
-        dispatched=1.5,
-        first_token=2.0,
-        last_token=2.5,
-        generated=2,
-        tenant=SimpleNamespace(name=""),
-    )
-    usage = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=cached, cached_from=source)
-    return state, RequestOutput(request_id="r1", finish_reason=FinishReason.STOP, usage=usage), 3.0
+def state(**changes: Any) -> Any:
+    times = {"arrived": 10.0, "dispatched": 10.5, "first_token": 11.0, "last_token": 12.0}
+    return SimpleNamespace(**{**times, "generated": 5, "tenant": SimpleNamespace(name="ann"), **changes})
+
+
+def output(cached: int = 3, source: str = "", **changes: Any) -> RequestOutput:
+    usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=cached, cached_from=source)
+    fields = {"request_id": "chatcmpl-0123456789", "finish_reason": FinishReason.STOP, "usage": usage}
+    return RequestOutput(**{**fields, **changes})
 
 
 def test_cached_tokens_are_counted_by_their_source() -> None:
     metrics = EngineMetrics()
     for cached, source in ((80, "device"), (70, "ram"), (5, "device"), (40, "ram+checkpoint"), (0, "")):
-        metrics.ended(*ended(cached, source))
+        metrics.ended(state(), output(cached, source), 12.5)
 
     def counted(source: str) -> float | None:
         return metrics.registry.get_sample_value("cllm_cached_tokens_total", {"source": source})
@@ -71,13 +68,13 @@ def test_cached_tokens_are_counted_by_their_source() -> None:
 
 @pytest.mark.parametrize(
     ("cached", "source", "said"),
-    [(0, "", "90 prompt tokens (0 cached), "), (80, "disk", "90 prompt tokens (80 cached from disk), ")],
+    [(0, "", "7 prompt tokens (0 cached), "), (80, "disk", "7 prompt tokens (80 cached from disk), ")],
 )
 def test_the_end_of_a_request_is_logged_with_what_was_cached(
     cached: int, source: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "cllm.frontend.metrics"):
-        EngineMetrics().ended(*ended(cached, source))
+        EngineMetrics().ended(state(), output(cached, source), 12.5)
     assert said in caplog.text
 
 
@@ -92,17 +89,6 @@ def test_replicas_of_a_cluster_have_their_label() -> None:
 
 
 # Request log -----------------------------------------------------------------------------------------
-
-
-def state(**changes: Any) -> Any:
-    times = {"arrived": 10.0, "dispatched": 10.5, "first_token": 11.0, "last_token": 12.0}
-    return SimpleNamespace(**{**times, "generated": 5, "tenant": SimpleNamespace(name="ann"), **changes})
-
-
-def output(**changes: Any) -> RequestOutput:
-    usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3)
-    fields = {"request_id": "chatcmpl-0123456789", "finish_reason": FinishReason.STOP, "usage": usage}
-    return RequestOutput(**{**fields, **changes})
 
 
 def test_a_record_has_times_and_counts() -> None:

@@ -319,19 +319,6 @@ def test_higher_priority_goes_first_and_no_request_starves(clock: Clock) -> None
     assert clock.now - 1000 == pytest.approx(3 * FairQueue.AGEING_S, abs=1.0)
 
 
-def test_without_tenants_and_priorities_it_is_first_come_first_served(clock: Clock) -> None:
-    line = Line(sequences=2)
-    states = []
-    for _ in range(10):
-        clock.now += 0.01
-        states.append(line.ask())
-    order = line.feed()
-    while line.inside():
-        line.finish(line.inside()[0], 3)
-        order += line.feed()
-    assert order == states
-
-
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), names=st.integers(1, 12), weighted=st.booleans())
 def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
