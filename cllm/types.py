@@ -124,12 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         """True when sampling is the plain argmax of the model's own logits."""
-        return self.temperature <= 0 and not self.adjusts_logits and self.mirostat == 0
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """True when logits are rewritten before sampling, so that their argmax is not enough."""
-        return bool(self.logit_bias) or self.looks_back
+        return self.temperature <= 0 and not (self.mirostat or self.logit_bias or self.looks_back)
 
     @property
     def looks_back(self) -> bool:

@@ -175,7 +175,7 @@ class Relay:
         self._send(relayed, closed)
 
     def _send(self, relayed: RelayedRequest, closed: set[int]) -> None:
-        request = relayed.submission
+        request = relayed.resumption or relayed.request
         tokens = (*request.prompt.items, *request.generated_prefix)
         tenant = "" if self._share else request.tenant
         blocks = hash_blocks(tokens, tenant) if request.reuse and tokens else ()

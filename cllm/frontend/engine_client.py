@@ -63,7 +63,7 @@ from cllm.types import (
     Snapshot,
     Usage,
 )
-from cllm.workers.executor import Executor, settle
+from cllm.workers.executor import ProcessExecutor, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class EngineClient:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: ProcessExecutor,
         *,
         queue_size: int = 1024,
         queue_tokens: int = 0,
@@ -141,7 +141,7 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
-        self._executor.end_tasks(self.shutdown_message)
+        self.tokenizer.end(self.shutdown_message)
         error = ShuttingDown(self.shutdown_message)
         for state in self._queue.requests:
             self._drop(state, error)
@@ -175,7 +175,8 @@ class EngineClient:
         try:
             if self.health in _CLOSED:
                 raise self._closed_error()
-            self._queue.refuse_if_full(1)
+            if self._queue.states:
+                self._queue.refuse_if_full(1)
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
@@ -257,7 +258,7 @@ class EngineClient:
             sent = True
             for state in self._queue.next_for_engine(self.limits):
                 try:
-                    self._executor.send(Submit(state.submission))
+                    self._executor.send(Submit(state.resumption or state.request))
                 except Exception as error:
                     sent = False
                     if not isinstance(error, CllmError):
@@ -415,7 +416,7 @@ class EngineClient:
         now = time.monotonic()
         if (usage := output.usage) is None:  # made here, where the whole cost is not known
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
-        if output.usage is None or state.resumed:
+        if output.usage is None or state.resumption is not None:
             output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)
         if state.deadline is not None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import msgspec
 from msgspec.structs import replace
 
 from cllm.config import ModelConfig
@@ -49,23 +50,21 @@ LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
 
 
-class ModelLease:
+class ModelLease(msgspec.Struct, eq=False):
     """Keeps a model loaded while an HTTP request needs its engine."""
 
-    def __init__(self, model: ServedModel, released: asyncio.Event) -> None:
-        assert model.engine is not None
-        self.model = model
-        self.engine: EngineClient = model.engine
-        self._released = released
-        self._held = True
+    model: ServedModel
+    engine: EngineClient
+    released: asyncio.Event  # set at its end
+    held: bool = True
 
     def release(self) -> None:
         """The request needs it no more. Idempotent."""
-        if self._held:
-            self._held = False
+        if self.held:
+            self.held = False
             self.model.users -= 1
-            self.model.touch()
-            self._released.set()
+            self.model.used_at = time.monotonic()
+            self.released.set()
             log.debug("model %s is released, %d users", self.model.name, self.model.users)
 
 
@@ -194,11 +193,12 @@ class EngineRegistry:
         """
         if model.open:
             model.users += 1
-            model.touch()
+            model.used_at = time.monotonic()
         else:
             await self._wait_loaded(model, timeout_s)
         log.debug("model %s is used, %d users", model.name, model.users)
-        return ModelLease(model, self._changed)
+        assert model.engine is not None
+        return ModelLease(model, model.engine, self._changed)
 
     async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
         """Wait for a load; the caller is a user of the model then."""

@@ -72,7 +72,8 @@ class History:
         self._buckets.append(buckets)
         sampled_at = time.time()
         row: list[float | None] = [round(sampled_at, 2)]
-        row += [_round((totals[name] - last.get(name, totals[name])) / passed_s) for name in RATES.values()]
+        rates = ((totals[name] - last.get(name, totals[name])) / passed_s for name in RATES.values())
+        row += [round(rate, 4) if rate < 10 else round(rate) for rate in rates]  # never quite a second
         row += [totals[name] for name in GAUGES.values()]
         for name in QUANTILES.values():
             then = self._buckets[0][name]
@@ -81,11 +82,6 @@ class History:
         encoded = _encoder.encode([int(x) if x is not None and x == int(x) else x for x in row])
         self.rows.append(encoded)
         return encoded
-
-
-def _round(rate: float) -> float:
-    """Four digits of small ones: a period is never quite a second."""
-    return round(rate, 4) if rate < 10 else float(round(rate))
 
 
 def quantile_ms(bounds: Sequence[float], cumulative: Sequence[float], part: float) -> float | None:

@@ -8,7 +8,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -226,17 +227,7 @@ def render_models(models: Mapping[str, EngineMetrics]) -> bytes:
             shown = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
-    return generate_latest(CollectedMetrics(families.values()))
-
-
-class CollectedMetrics(Collector):
-    """Metrics as they were collected."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return generate_latest(cast(Collector, SimpleNamespace(collect=families.values)))
 
 
 class TenantMetrics(Collector):
@@ -248,7 +239,7 @@ class TenantMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("cllm_tenant_tokens", "Tokens, prompt and generated", labels=["tenant"])
         held = GaugeMetricFamily("cllm_tenant_requests", "Requests now", labels=["tenant", "place"])
-        for tenant in self._metrics.tenants:
+        for tenant in tuple(self._metrics.tenants.accounts.values()):
             tokens.add_metric([tenant.name], tenant.tokens)
             held.add_metric([tenant.name, "waiting"], tenant.waiting)
             held.add_metric([tenant.name, "engine"], tenant.running)
@@ -376,74 +367,66 @@ class LatencyPoint(msgspec.Struct):
 
     def figures(self) -> tuple[float, float, float | None, float | None]:
         """Mean and maximum in milliseconds: to the first token, then between two tokens."""
-        gap_mean = gap_max = None
+        figures = [self.first_sum / self.first_count, self.first_max]
         if self.gap_count:
-            gap_mean, gap_max = shorten(self.gap_sum / self.gap_count), shorten(self.gap_max)
-        return shorten(self.first_sum / self.first_count), shorten(self.first_max), gap_mean, gap_max
-
-
-class LatencyCurve:
-    """Latency by request number in at most `MAX_POINTS` points: when these are full, each two become one."""
-
-    MAX_POINTS = 512
-
-    def __init__(self) -> None:
-        self.width = 1  # requests of a point
-        self.count = 0
-        self.points: list[LatencyPoint] = []
-
-    def add(self, first_ms: float, gap_ms: float | None) -> None:
-        if self.count == self.width * self.MAX_POINTS:
-            for left, right in zip(self.points[::2], self.points[1::2], strict=True):
-                left.merge(right)
-            self.points = self.points[::2]
-            self.width *= 2
-        gap = gap_ms or 0.0
-        point = LatencyPoint(1, first_ms, first_ms, int(gap_ms is not None), gap, gap)
-        if self.count == self.width * len(self.points):
-            self.points.append(point)
-        else:
-            self.points[-1].merge(point)
-        self.count += 1
+            figures += [self.gap_sum / self.gap_count, self.gap_max]
+        first_mean, first_max, *gaps = [round(each, 2 if each < 100 else 0) for each in figures]
+        gap_mean, gap_max = gaps or (None, None)
+        return first_mean, first_max, gap_mean, gap_max
 
 
 class RequestLog:
-    """The last `KEPT` requests, and the latency curve of all of them."""
+    """The last `KEPT` requests, and the latency of all by their number.
+
+    The latency curve has at most `MAX_POINTS` points: when these are full, each two become one.
+    """
 
     KEPT = 100
+    MAX_POINTS = 512
 
     def __init__(self) -> None:
         self.count = 0
         self.records: deque[RequestRecord] = deque(maxlen=self.KEPT)
-        self.curve = LatencyCurve()
+        self.width = 1  # requests of a point
+        self.measured = 0  # requests in the curve: those with a token
+        self.points: list[LatencyPoint] = []
 
     def add(self, state: RequestState, output: RequestOutput, now: float) -> None:
         assert output.finish_reason is not None and output.usage is not None
         self.count += 1
         first_ms = gap_ms = None
         if state.first_token is not None and state.last_token is not None:
-            first_ms = 1000 * (state.first_token - state.arrived)
-            if state.generated > 1:
-                gap_ms = 1000 * (state.last_token - state.first_token) / (state.generated - 1)
-            self.curve.add(first_ms, gap_ms)
+            first_ms, gaps = 1000 * (state.first_token - state.arrived), state.generated - 1
+            gap = 1000 * (state.last_token - state.first_token) / gaps if gaps else 0.0
+            gap_ms = gap if gaps else None
+            if self.measured == self.width * self.MAX_POINTS:
+                for left, right in zip(self.points[::2], self.points[1::2], strict=True):
+                    left.merge(right)
+                self.points = self.points[::2]
+                self.width *= 2
+            point = LatencyPoint(1, first_ms, first_ms, int(gaps > 0), gap, gap)
+            if self.measured == self.width * len(self.points):
+                self.points.append(point)
+            else:
+                self.points[-1].merge(point)
+            self.measured += 1
         usage, ended_at = output.usage, time.time()
+        queue_ms, total_ms = 1000 * ((state.dispatched or now) - state.arrived), 1000 * (now - state.arrived)
+        spans = (queue_ms, first_ms, gap_ms, total_ms)
+        shown: list[Any] = [each if each is None else round(each, 2 if each < 100 else 0) for each in spans]
+        queue_ms, first_ms, gap_ms, total_ms = shown
         record = RequestRecord(
             self.count,
             output.request_id[-8:],  # as much as finds it in the log
             state.tenant.name,
             output.error.code if output.error is not None else output.finish_reason.value,
             round(ended_at, 1),
-            shorten(1000 * ((state.dispatched or now) - state.arrived)),
-            None if first_ms is None else shorten(first_ms),
-            None if gap_ms is None else shorten(gap_ms),
-            shorten(1000 * (now - state.arrived)),
+            queue_ms,
+            first_ms,
+            gap_ms,
+            total_ms,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
         )
         self.records.append(record)
-
-
-def shorten(value: float) -> float:
-    """Enough digits to read, few to send."""
-    return round(value, 2) if value < 100 else float(round(value))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -16,6 +17,7 @@ _logprobs_encoder = msgspec.msgpack.Encoder()
 _logprobs_decoder = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...])
 
 
+@dataclass(eq=False, repr=False)
 class AsyncOutputStream:
     """A request's outputs as they come: read with `async for`, or one `next` at a time, by one reader.
 
@@ -25,19 +27,17 @@ class AsyncOutputStream:
     is nothing.
     """
 
+    request_id: str
+    queue_position: int = 0  # when it was accepted; 0: went to the engine at once
+    finished: bool = False  # the terminal output has been pushed
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None  # when it came
+    generated: int = 0  # tokens
+    ended: float | None = None
+    _newest: RequestOutput | None = None
+    _packed: PackedOutputs | None = None  # what is unread before the newest
     # A bare future: asyncio.Event would cost more than all the rest here, once a token.
     _waiter: asyncio.Future[None] | None = None
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.queue_position = 0  # when it was accepted; 0: went to the engine at once
-        self.finished = False  # the terminal output has been pushed
-        self.started = time.perf_counter()
-        self.first_token: float | None = None  # when it came
-        self.generated = 0  # tokens
-        self.ended: float | None = None
-        self._newest: RequestOutput | None = None
-        self._packed: PackedOutputs | None = None  # what is unread before the newest
 
     def push(self, output: RequestOutput) -> None:
         """Add an output and wake the reader. Nothing may follow the terminal one."""

@@ -30,25 +30,24 @@ class Stage(Enum):
     DONE = "done"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RequestState(ResumableRequest):
     """An accepted request: its stage, its stream, its times (monotonic), its answer so far."""
 
     number = 0  # in the order of arrival, in its queue
     stage = Stage.QUEUED
     charged = False  # its prompt counts for its tenant; a replay is not charged again
-    timeout_s: float | None = None  # from arrival to the last token
+
+    stream: AsyncOutputStream
+    tenant: Tenant
+    queue: FairQueue
+    input_tokens: int  # of the prompt, or of all inputs to embed
+    arrived: float
+    timeout_s: float | None  # from arrival to the last token
     deadline: asyncio.TimerHandle | None = None
     dispatched: float | None = None  # the first time, if it has begun
     first_token: float | None = None
     last_token: float | None = None
-
-    def __init__(self, request: Request, stream: AsyncOutputStream, tenant: Tenant, queue: FairQueue) -> None:
-        super().__init__(request)
-        self.stream = stream
-        self.tenant = tenant
-        self.queue = queue
-        self.input_tokens = request.input_tokens
-        self.arrived = time.monotonic()
 
 
 class RequestQueue:
@@ -100,24 +99,34 @@ class RequestQueue:
 
     def admit(self, request: Request, stream: AsyncOutputStream, limits: Limits | None) -> RequestState:
         """Take a request into the queue, or raise at once why not."""
+        tokens, queue = len(request.prompt), self._generation
         if request.embed:
             _check_inputs(request, limits)
-        elif not request.prompt:
+            tokens, queue = request.input_tokens, self._embedding
+        elif not tokens:
             raise InvalidRequest("the prompt is empty: give at least one token", field="prompt")
-        elif limits is not None and len(request.prompt) >= limits.request_tokens:
-            raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
+        elif limits is not None and tokens >= limits.request_tokens:
+            raise ContextLengthExceeded(tokens, limits.request_tokens)
         assert request.id not in self.states, f"request {request.id} is here already"
-        tenant = self.tenants.find(request.tenant)
-        state = RequestState(request, stream, tenant, self._embedding if request.embed else self._generation)
-        tenant.check(request, state.arrived)
-        self.refuse_if_full(state.input_tokens)
-        timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
-        state.timeout_s = min(timeouts, default=None)
-        self.tenants.queued(tenant)
+        now = time.monotonic()
+        tenant = self.tenants.accounts.get(request.tenant) or self.tenants.open(request.tenant)
+        if tenant.limited:
+            tenant.check(request, now)
+        if self.states:
+            self.refuse_if_full(tokens)
         if tenant.request_bucket is not None:
-            tenant.request_bucket.take(1.0, state.arrived)
-        self.states[request.id] = state
-        state.queue.push(state)
+            tenant.request_bucket.take(1.0, now)
+        timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
+        state = self.states[request.id] = RequestState(
+            request=request,
+            stream=stream,
+            tenant=tenant,
+            queue=queue,
+            input_tokens=tokens,
+            arrived=now,
+            timeout_s=min(timeouts, default=None),
+        )
+        queue.push(state)
         return state
 
     def refuse_if_full(self, tokens: int) -> None:
@@ -134,7 +143,8 @@ class RequestQueue:
     def next_for_engine(self, limits: Limits) -> list[RequestState]:
         """The requests to send now; they count as being in the engine from here on."""
         now = time.monotonic()
-        self.tenants.advance(now)
+        if now >= self.tenants.period_end:
+            self.tenants.advance(now)
         sent: list[RequestState] = []
         for queue in (self._generation, self._embedding):
             while queue.count and (state := self._pop(queue, limits, now)) is not None:
@@ -143,9 +153,8 @@ class RequestQueue:
                 self._engine[state.request.id] = state
                 queue.running += 1
                 tenant = state.tenant
-                tenant.waiting -= 1
                 tenant.running += 1
-                tenant.peak(self.tenants.period)
+                tenant.peak = max(tenant.peak, tenant.running)
                 self.tenants.recent[tenant] = None
                 if not state.charged:
                     state.charged = True
@@ -193,17 +202,24 @@ class RequestQueue:
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""
         assert state.stage is not Stage.DONE
+        tenants, tenant = self.tenants, state.tenant
         if state.stage is Stage.QUEUED:
             state.queue.remove(state)
-            state.tenant.waiting -= 1
         else:
-            self._leave_engine(state)
-            state.tenant.drain_rate.note()
-            self.drain_rate.note(state.input_tokens)
+            now = time.monotonic()
+            if now >= tenants.period_end:
+                tenants.advance(now)  # it was in the engine until now
+            del self._engine[state.request.id]
+            state.queue.running -= 1
+            tenant.running -= 1
+            tenant.drain_rate.ended.append((now, 0))
+            self.drain_rate.ended.append((now, state.input_tokens))
         del self.states[state.request.id]
         state.stage = Stage.DONE
-        if not self.states:
-            self.tenants.settle()
+        if not self.states and not any(each.waiting or each.running for each in tenants.active):
+            # All queues are empty: what a tenant had while it was alone is no debt.
+            had = [each.virtual for each in tenants.accounts.values()]
+            tenants.virtual_time = max(tenants.virtual_time, *had)
 
     def requeue_after_crash(self) -> tuple[list[RequestState], list[RequestState]]:
         """Sort the requests that were in the engine: (lost, kept). The kept are back at the queue's head.
@@ -215,21 +231,18 @@ class RequestQueue:
         for state in list(self._engine.values()):
             to_blame = state.blame()
             (lost if state.cancelled or to_blame else kept).append(state)
+        if (now := time.monotonic()) >= self.tenants.period_end:
+            self.tenants.advance(now)  # they were in the engine until now
         for state in reversed(kept):
-            self._leave_engine(state)
+            del self._engine[state.request.id]
+            state.queue.running -= 1
+            state.tenant.running -= 1
             state.stage = Stage.QUEUED
             if not state.generated:
                 state.dispatched = None
             state.resume()
-            self.tenants.queued(state.tenant)
             state.queue.push(state)
         return lost, kept
-
-    def _leave_engine(self, state: RequestState) -> None:
-        del self._engine[state.request.id]
-        state.queue.running -= 1
-        self.tenants.advance(time.monotonic())  # it was there until now
-        state.tenant.running -= 1
 
 
 def _check_inputs(request: Request, limits: Limits | None) -> None:
@@ -339,6 +352,10 @@ class FairQueue:
 
     def push(self, state: RequestState) -> None:
         """Add a request; one that was in a crash goes back to the head, before all others."""
+        tenant = state.tenant
+        tenant.waiting += 1
+        if tenant not in self._tenants.active:
+            self._tenants.activate(tenant)
         self.count += 1
         self.tokens += state.input_tokens
         if state.crashes:
@@ -350,33 +367,42 @@ class FairQueue:
         if (each := self._classes.get(priority)) is None:
             each = self._classes[priority] = PriorityClass(priority, state.arrived)
         each.count += 1
-        if (line := each.lines.get(state.tenant)) is None:
-            line = each.lines[state.tenant] = Line()
-            line.tenant = state.tenant
+        if (line := each.lines.get(tenant)) is None:
+            line = each.lines[tenant] = Line()
+            line.tenant = tenant
             heapq.heappush(each.even, (state.number, line))
         line[state] = None
 
     def pop(self, now: float, free: int = 1, kept: Mapping[Tenant, int] | None = None) -> RequestState | None:
         """Take the next request and advance virtual time; None if all `free` places are kept for others."""
-        classes = list(self._classes.values())
+        tenants, classes = self._tenants, list(self._classes.values())
         if len(classes) > 1:
             classes.sort(key=lambda each: each.priority + (now - each.served) / self.AGEING_S, reverse=True)
         for each in classes:
-            line: Line | None = each.next_line(self._tenants.virtual_time)
+            line: Line | None = next(iter(each.lines.values()))
+            if len(each.lines) > 1:
+                line = each.next_line(tenants.virtual_time)
             if kept and line is not None and not self._is_allowed(line.tenant, free, kept):
                 # All that come after it must wait, too, but for those of tenants with kept places.
                 others = [tenant for tenant in kept if self._is_allowed(tenant, free, kept)]
                 line = min(
                     (each.lines[tenant] for tenant in others if tenant in each.lines),
-                    key=lambda line: (self._tenants.start_tag(line.tenant), next(iter(line)).number),
+                    key=lambda line: (tenants.start_tag(line.tenant), next(iter(line)).number),
                     default=None,
                 )
-            if line is not None:
-                state = next(iter(line))
-                self._tenants.let_in(state.tenant)
-                each.served = now
-                self.remove(state)
-                return state
+            if line is None:
+                continue
+            tag = line.tenant.virtual = max(tenants.virtual_time, line.tenant.virtual)
+            if tenants.queues > 1:
+                # No further than to the least of those that wait: a tenant that is alone in one queue must
+                # not take from another, which waits elsewhere, what that has not had.
+                least = min(other.virtual for other in tenants.active if other.waiting)
+                tag = max(tenants.virtual_time, least)
+            tenants.virtual_time = tag
+            each.served = now
+            state = next(iter(line))
+            self.remove(state)
+            return state
         return None
 
     def _is_allowed(self, tenant: Tenant, free: int, kept: Mapping[Tenant, int]) -> bool:
@@ -392,6 +418,7 @@ class FairQueue:
 
     def remove(self, state: RequestState) -> None:
         self.count -= 1
+        state.tenant.waiting -= 1
         self.tokens -= state.input_tokens
         if state.crashes:
             self.replayed.remove(state)
@@ -414,11 +441,10 @@ class FairQueue:
         own = len(each.lines[state.tenant])
         ahead = len(self.replayed)
         ahead += sum(other.count for other in self._classes.values() if other.priority > each.priority)
-        others = [
-            line for line in islice(each.lines.values(), self.MAX_SAMPLED) if line.tenant is not state.tenant
-        ]
+        lines = islice(each.lines.items(), self.MAX_SAMPLED)
+        others = [(tenant, len(line)) for tenant, line in lines if tenant is not state.tenant]
         turns = own / state.tenant.limits.weight
-        before = sum(min(len(line), math.ceil(turns * line.tenant.limits.weight)) for line in others)
+        before = sum(min(count, math.ceil(turns * tenant.limits.weight)) for tenant, count in others)
         if others:
             before = before * (len(each.lines) - 1) // len(others)
         return ahead + before + own

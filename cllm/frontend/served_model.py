@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any, Protocol
@@ -150,11 +151,11 @@ class ServedModel:
         self.phase = Phase.UNLOADED if engine is None else Phase.SERVING
         self.loading: asyncio.Task[None] | None = None  # loads it when it is its turn
         self._unloading: asyncio.Task[None] | None = None
-        self.used_at = time.monotonic()
-        self.last_used: float | None = None
+        self.used_at = 0.0  # the last time (monotonic); 0: never
         self.loaded_at: float | None = None if engine is None else time.time()
         self.engines: list[EngineClient] = [engine] if engine is not None else []  # those with processes
         self._loader = loader
+        self.can_load = loader is not None
         self._info = info
         self._retiring: set[asyncio.Task[None]] = set()
 
@@ -176,10 +177,6 @@ class ServedModel:
         """A request can be taken now."""
         taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
         return taking and self.engine in self.engines
-
-    @property
-    def can_load(self) -> bool:
-        return self._loader is not None
 
     @property
     def quiet(self) -> bool:
@@ -232,6 +229,7 @@ class ServedModel:
 
     def describe(self, *, default: bool) -> ModelStatus:
         info, limits = self.info, self.limits
+        last_used = time.time() - (time.monotonic() - self.used_at)
         expires = self.ttl_s and self.loaded and not self.config.keep
         return ModelStatus(
             name=self.name if info is None else info.name,
@@ -243,9 +241,9 @@ class ServedModel:
             requests=len(self.requests),
             waiting=len(self.waiters),
             memory_bytes=dict(self.prepared.memory) if self.prepared is not None else {},
-            last_used=self.last_used,
+            last_used=last_used if self.used_at else None,
             loaded_at=self.loaded_at if self.loaded else None,
-            expires_at=time.time() + self.ttl_s - (time.monotonic() - self.used_at) if expires else None,
+            expires_at=last_used + self.ttl_s if expires else None,
             context=limits.request_tokens if limits is not None else 0,
             slots=limits.sequences if limits is not None else 0,
             size_bytes=info.size_bytes if info is not None else 0,
@@ -256,10 +254,6 @@ class ServedModel:
             error="" if self.error is None else self.error.message,
         )
 
-    def touch(self) -> None:
-        """It is used now."""
-        self.used_at, self.last_used = time.monotonic(), time.time()
-
     # From load to unload -----------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -267,7 +261,7 @@ class ServedModel:
         assert self.engine is not None
         self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
-        self.touch()
+        self.used_at = time.monotonic()
 
     async def prepare(self, rooms: Sequence[Memory] = ()) -> PreparedModel:
         """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
@@ -283,16 +277,22 @@ class ServedModel:
     async def load(self, prepared: PreparedModel) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
-        before = self.phase
-        self.move_to(Phase.LOADING)
-        try:
+        with self._changing(Phase.LOADING):
             await self._take_over(self._loader.make(prepared))
+        self._failures = 0
+
+    @contextmanager
+    def _changing(self, phase: Phase) -> Iterator[None]:
+        """Be in this phase while a new engine takes over; what fails leaves the phase before."""
+        before = self.phase
+        self.move_to(phase)
+        try:
+            yield
         except BaseException:
             self.move_to(before)
             raise
         self.move_to(Phase.SERVING)
         self.error, self.loaded_at = None, time.time()
-        self._failures = 0
 
     @property
     def rest_s(self) -> float:
@@ -319,7 +319,7 @@ class ServedModel:
         for waiter in self._take_waiters():
             self.users += 1
             waiter.set_result(None)
-        self.touch()
+        self.used_at = time.monotonic()
 
     def _take_waiters(self) -> list[asyncio.Future[None]]:
         waiters, self.waiters = self.waiters, []
@@ -349,17 +349,11 @@ class ServedModel:
             raise Forbidden("the model of this server cannot be changed")
         if self.phase not in (Phase.SERVING, *_REST) or self.loading is not None:
             raise ReloadFailed("another model is being loaded already; try again when it serves")
-        before = self.phase
-        self.move_to(Phase.RELOADING)
-        try:
+        old = self.engine
+        with self._changing(Phase.RELOADING):
             prepared = await self._prepare(self._loader, file=file)
-            old = self.engine
             new = await self._take_over(self._loader.make(prepared))
-        except BaseException:
-            self.move_to(before)
-            raise
-        self.move_to(Phase.SERVING)
-        self.prepared, self.error, self.loaded_at = prepared, None, time.time()
+        self.prepared = prepared
         if old is not None and old in self.engines:
             task = asyncio.create_task(self._retire(old))
             self._retiring.add(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.types import Request, TenantLimits
@@ -38,21 +38,18 @@ class DrainRate:
     REMEMBERED_S = 60.0  # older ones say nothing about now
 
     def __init__(self) -> None:
-        self._times: deque[tuple[float, int]] = deque(maxlen=64)  # when a request ended, and its tokens
-
-    def note(self, tokens: int = 0) -> None:
-        self._times.append((time.monotonic(), tokens))
+        self.ended: deque[tuple[float, int]] = deque(maxlen=64)  # when a request did, and its tokens
 
     def seconds_for(self, count: int, tokens: int = 0) -> float:
         """How long `count` requests, or `tokens` tokens if that is longer, take; between 1 s and 60 s."""
         now = time.monotonic()
-        while self._times and now - self._times[0][0] > self.REMEMBERED_S:
-            self._times.popleft()
-        if len(self._times) < 2:
+        while self.ended and now - self.ended[0][0] > self.REMEMBERED_S:
+            self.ended.popleft()
+        if len(self.ended) < 2:
             return 1.0
-        elapsed = now - self._times[0][0]
-        seconds = count * elapsed / len(self._times)
-        if passed := sum(each for _, each in self._times):
+        elapsed = now - self.ended[0][0]
+        seconds = count * elapsed / len(self.ended)
+        if passed := sum(each for _, each in self.ended):
             seconds = max(seconds, tokens * elapsed / passed)
         return min(60.0, max(1.0, seconds))
 
@@ -69,13 +66,14 @@ class Tenant:
         self.waiting = 0
         self.running = 0
         self.drain_rate = DrainRate()
-        self._period = 0  # the number of the present one
-        self._peaks = (0, 0)  # maximum in the engine at once: of the last period, of this one
+        self.peak = self.last_peak = 0  # maximum in the engine at once: of this period, of the last one
         self.limit(limits)
 
     def limit(self, limits: TenantLimits) -> None:
         """Set its limits; the buckets start anew."""
         self.limits = limits
+        defaults = TenantLimits(name=limits.name, role=limits.role, weight=limits.weight)
+        self.limited = limits != defaults  # there is something to `check`
         now = time.monotonic()
         self.request_bucket = TokenBucket(limits.requests_per_s, now) if limits.requests_per_s else None
         self.token_bucket = TokenBucket(limits.tokens_per_s, now) if limits.tokens_per_s else None
@@ -104,15 +102,6 @@ class Tenant:
         if self.token_bucket is not None:
             self.token_bucket.take(tokens, now)
 
-    def peak(self, period: int) -> int:
-        """The maximum of its requests in the engine at once, in this period and the last."""
-        if (passed := period - self._period) > 0:
-            self._peaks = (self._peaks[1] if passed == 1 else self.running, self.running)
-            self._period = period
-        elif self.running > self._peaks[1]:
-            self._peaks = (self._peaks[0], self.running)
-        return max(self._peaks)
-
 
 class Tenants:
     """All tenants by name. Names that are not registered are tenants too, without limits.
@@ -125,11 +114,11 @@ class Tenants:
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
-        self._tenants: dict[str, Tenant] = {}
+        self.accounts: dict[str, Tenant] = {}
         self._forget_at = self.MAX_UNKNOWN  # number of accounts
         self.active: dict[Tenant, None] = {}
         self.recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
-        self.period = 0
+        self.period_end = 0.0  # next time at which something may lapse
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
         self.queues = 0  # that share these accounts, one for each engine so far
@@ -138,50 +127,40 @@ class Tenants:
         """Replace all limits. Accounts go on; changed limits count from now."""
         self._limits = dict(limits)
         self._forget_at = len(self._limits) + self.MAX_UNKNOWN
-        for tenant in self._tenants.values():
+        for tenant in self.accounts.values():
             if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
                 tenant.limit(new)
         self._weigh()
 
-    def __iter__(self) -> Iterator[Tenant]:
-        return iter(tuple(self._tenants.values()))
-
-    def find(self, name: str) -> Tenant:
-        """The account of a tenant, opened if it is new."""
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            if len(self._tenants) >= self._forget_at:
-                self._forget()
-            tenant = self._tenants[name] = Tenant(name, self._limits.get(name, TenantLimits()))
+    def open(self, name: str) -> Tenant:
+        """Open the account of a tenant that has none."""
+        if len(self.accounts) >= self._forget_at:
+            self._forget()
+        tenant = self.accounts[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return tenant
 
     # Active tenants --------------------------------------------------------------------------------
 
-    def queued(self, tenant: Tenant) -> None:
-        """One more of its requests waits."""
-        tenant.waiting += 1
-        if tenant not in self.active:
-            self.active[tenant] = None
-            self._weight += tenant.limits.weight
-            self._max_weight = max(self._max_weight, tenant.limits.weight)
+    def activate(self, tenant: Tenant) -> None:
+        """Count a tenant as active: its first request waits."""
+        self.active[tenant] = None
+        self._weight += tenant.limits.weight
+        self._max_weight = max(self._max_weight, tenant.limits.weight)
 
     def advance(self, now: float) -> None:
-        """Time goes on: what was kept longer than a period lapses."""
-        if (period := int(now // Tenant.HOLD_S)) == self.period:
-            return
-        self.period = period
-        self.recent = {tenant: None for tenant in self.recent if tenant.peak(period)}
+        """Begin the period of `now`, after `period_end`: what was kept longer than a period lapses."""
+        follows = now < self.period_end + Tenant.HOLD_S
+        self.period_end = (now // Tenant.HOLD_S + 1) * Tenant.HOLD_S
+        for tenant in self.recent:
+            tenant.last_peak = tenant.peak if follows else tenant.running
+            tenant.peak = tenant.running
+        self.recent = {tenant: None for tenant in self.recent if tenant.last_peak or tenant.peak}
         self.active = {tenant: None for tenant in self.active if tenant.waiting or tenant in self.recent}
         self._weigh()
 
     def _weigh(self) -> None:
         weights = [tenant.limits.weight for tenant in self.active]
         self._weight, self._max_weight = sum(weights), max(weights, default=0.0)
-
-    @property
-    def period_end(self) -> float:
-        """Next time at which something may lapse."""
-        return (self.period + 1) * Tenant.HOLD_S
 
     def kept_places(self, places: int) -> dict[Tenant, int]:
         """Of the engine's places, those kept for the next requests of tenants that used them lately.
@@ -193,39 +172,19 @@ class Tenants:
         kept = {}
         for tenant in self.recent:
             share = int(places * tenant.limits.weight / self._weight)
-            if (count := min(share, tenant.peak(self.period)) - tenant.running) > 0:
+            if (count := min(share, max(tenant.last_peak, tenant.peak)) - tenant.running) > 0:
                 kept[tenant] = count
         return kept
-
-    # Shares ----------------------------------------------------------------------------------------
 
     def start_tag(self, tenant: Tenant) -> float:
         """Its place in virtual time; an idle tenant starts now, without credit for the past."""
         return max(self.virtual_time, tenant.virtual)
 
-    def let_in(self, tenant: Tenant) -> None:
-        """A request of this tenant goes to an engine: virtual time advances to its start tag.
-
-        With several queues no further than to the least of those that wait: a tenant that is alone in one of
-        them must not take from another, which waits elsewhere, what that has not had.
-        """
-        tag = tenant.virtual = max(self.virtual_time, tenant.virtual)
-        if self.queues > 1:
-            waiting = (other.virtual for other in self.active if other.waiting)
-            tag = max(self.virtual_time, min([tag, *waiting]))
-        self.virtual_time = tag
-
-    def settle(self) -> None:
-        """A queue is empty. Where all are: what a tenant had while it was alone is no debt."""
-        if any(tenant.waiting or tenant.running for tenant in self.active):
-            return
-        self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
-
     def _forget(self) -> None:
-        self._tenants = {
+        self.accounts = {
             name: tenant
-            for name, tenant in self._tenants.items()
+            for name, tenant in self.accounts.items()
             if tenant in self.active or name in self._limits or tenant.virtual > self.virtual_time
         }
         # Not to look through all of them for each new name while most are busy.
-        self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self._tenants))
+        self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self.accounts))

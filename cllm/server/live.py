@@ -146,10 +146,10 @@ class LiveFeed:
         """Everything: an hour of rows, the last requests, the whole latency curve."""
         requests = self._requests
         self._sent_records = requests.count
-        self._sent_points, self._sent_width = max(0, len(requests.curve.points) - 1), requests.curve.width
+        self._sent_points, self._sent_width = max(0, len(requests.points) - 1), requests.width
         head = {
             "columns": COLUMNS,
-            "latency": self._make_curve(0, len(requests.curve.points)),
+            "latency": self._make_curve(0, len(requests.points)),
             "requests": list(requests.records),
             "lanes": list(self._lanes.values()),
             **self._make_state(),
@@ -159,7 +159,7 @@ class LiveFeed:
 
     def _make_event(self, row: bytes, snapshot: Snapshot | None) -> bytes:
         """Make the event of all changes. The newest requests fill what is left of its size."""
-        curve = self._requests.curve
+        curve = self._requests
         if curve.width != self._sent_width:  # its points have been merged: they follow once more
             self._sent_points, self._sent_width = 0, curve.width
         end = min(len(curve.points), self._sent_points + MAX_POINTS)
@@ -182,14 +182,16 @@ class LiveFeed:
         return self._metrics.request_log
 
     def _make_curve(self, begin: int, end: int) -> dict[str, Any]:
-        curve = self._requests.curve
+        curve = self._requests
         points = [point.figures() for point in curve.points[begin:end]]
-        return {"width": curve.width, "count": curve.count, "begin": begin, "points": points}
+        return {"width": curve.width, "count": curve.measured, "begin": begin, "points": points}
 
     def _make_state(self) -> dict[str, Any]:
         """Totals as `/metrics` has them, in the order of the columns; tenants, and memory by part."""
         metrics = self._metrics
-        tenants = sorted(metrics.tenants, key=lambda each: each.tokens, reverse=True)[:MAX_TENANTS]
+        tenants = sorted(metrics.tenants.accounts.values(), key=lambda each: each.tokens, reverse=True)[
+            :MAX_TENANTS
+        ]
         return {
             "health": self._registry.health.value,
             "totals": self._read_totals(),

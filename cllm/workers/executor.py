@@ -11,9 +11,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -48,41 +48,8 @@ GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
 Receive = Callable[[Report], None]
 
 
-class TokenizerClient(Protocol):
-    """Answers tokenizer tasks. The future fails with a CllmError when the task is refused."""
-
-    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
-        """Raises a CllmError for a task that is refused at once. Tasks are fair between tenants."""
-
-    def abort(self, future: Future[TokenizerAnswer]) -> None:
-        """The caller has gone: a task that still waits is dropped, the answer of another ignored."""
-
-
-class Executor(Protocol):
-    """Runs one engine at a time. Its reports to `receive`: LoadProgress*, Ready, others*, Died."""
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        """Tokenising, chat templates and grammar checks for the model."""
-
-    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
-        """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""
-
-    def send(self, command: Command) -> None:
-        """Pass a command on, without waiting. An engine that has ended drops it, and `Died` follows.
-
-        Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
-        """
-
-    def end_tasks(self, why: str) -> None:
-        """Fail the tokenizer tasks that are left, and accept no more; returns at once."""
-
-    def stop(self) -> None:
-        """End it and wait until nothing native is left. Idempotent."""
-
-
 class ProcessExecutor:
-    """The engine and the tokenizer, each in a worker process of its own."""
+    """Runs one engine at a time, and its tokenizer, each in a worker process of its own."""
 
     def __init__(
         self,
@@ -99,17 +66,23 @@ class ProcessExecutor:
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
+        """Begin to load, after the delay; returns at once. Only after `Died` may it be called again.
+
+        `receive` gets the engine's reports: LoadProgress*, Ready, others*, Died.
+        """
         self.tokenizer.start()
         self._engine.start(receive, delay_s)
 
     def send(self, command: Command) -> None:
+        """Pass a command on, without waiting. An engine that has ended drops it, and `Died` follows.
+
+        Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
+        """
         # Only a request can be refused: a cancel must reach the engine.
         self._engine.send(encode(command), refusable=isinstance(command, Submit))
 
-    def end_tasks(self, why: str) -> None:
-        self.tokenizer.end(why)
-
     def stop(self) -> None:
+        """End it and wait until nothing native is left. Idempotent."""
         self._engine.end()  # both exit at the same time
         self.tokenizer.close()
         self._engine.close()
@@ -184,72 +157,11 @@ def busy_error(what: str) -> TokenizerBusy:
     return TokenizerBusy(f"too much text waits to be tokenised: {what}; try again in a moment")
 
 
-class TokenizerQueue:
-    """Calls that wait, a line for each tenant. The tenants take turns."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, deque[PendingTask]] = {}  # in the order of their turns
-        self._again: deque[PendingTask] = deque()  # were in a worker that ended; they go first
-        self._bytes: dict[str, int] = {}  # that wait, by tenant
-
-    def __iter__(self) -> Iterator[PendingTask]:
-        yield from self._again
-        for line in self._lines.values():
-            yield from line
-
-    def put(self, call: PendingTask) -> None:
-        """Raises TokenizerBusy when too much waits, unless this tenant has less than its share of it."""
-        held = self._bytes.get(call.tenant, 0) + len(call.frame)
-        share = MAX_WAITING_BYTES / len({*self._bytes, call.tenant})
-        if held > share and sum(self._bytes.values()) + len(call.frame) > MAX_WAITING_BYTES:
-            raise busy_error(f"the limit is {MAX_WAITING_BYTES >> 20} MiB")
-        self._lines.setdefault(call.tenant, deque()).append(call)
-        self._bytes[call.tenant] = held
-
-    def expired(self) -> list[PendingTask]:
-        """Those that have waited too long."""
-        oldest = time.monotonic() - WAIT_LIMIT_S
-        return [call for call in self if not call.sent_at and call.made_at < oldest]
-
-    def put_back(self, call: PendingTask) -> None:
-        """A call that was in a worker that has ended."""
-        self._again.append(call)
-
-    def take(self, running: Collection[PendingTask]) -> PendingTask | None:
-        """The next call for a worker that has these; None while they must be finished first."""
-        if len(running) >= THREADS or any(call.alone for call in running):
-            return None
-        if self._again:
-            if running and self._again[0].alone:
-                return None
-            return self._again.popleft()
-        room = sum(call.large for call in running) < THREADS - 1
-        for line in self._lines.values():
-            call = next((call for call in line if room or not call.large), None)
-            if call is not None:
-                self.remove(call)
-                return call
-        return None
-
-    def remove(self, call: PendingTask) -> None:
-        """Take a call out; its tenant's next turn is after all others'."""
-        if call in self._again:
-            self._again.remove(call)
-            return
-        line = self._lines.pop(call.tenant)
-        line.remove(call)
-        self._bytes[call.tenant] -= len(call.frame)
-        if line:
-            self._lines[call.tenant] = line
-        else:
-            del self._bytes[call.tenant]
-
-
 class ProcessTokenizer:
     """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused.
 
     The worker gets as many tasks as it has threads. The others wait here, where they can still be dropped and
-    cost no time of their limit.
+    cost no time of their limit: a line for each tenant, and the tenants take turns.
     """
 
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
@@ -264,7 +176,9 @@ class ProcessTokenizer:
         self._backoff = Backoff()
         self._lock = threading.RLock()
         self._call_ids = itertools.count()
-        self._queue = TokenizerQueue()
+        self._lines: dict[str, deque[PendingTask]] = {}  # that wait, in the order of their tenants' turns
+        self._again: deque[PendingTask] = deque()  # were in a worker that ended; they go first
+        self._bytes = 0  # of all lines
         self._running: dict[int, PendingTask] = {}  # in the worker
         self.bound = TokenBound()  # of the vocabulary, once a worker has loaded it
         self._up = False  # a process runs, or will after the back-off
@@ -280,6 +194,11 @@ class ProcessTokenizer:
                 self._up = True
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
+        """Queue a task; tasks are fair between tenants. The future fails with a CllmError when it is refused.
+
+        Raises a CllmError for a task that is refused at once: TokenizerBusy when too much waits, unless this
+        tenant has less than its share of it.
+        """
         call_id = next(self._call_ids)
         check_task(task, self)
         call = PendingTask(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
@@ -288,22 +207,49 @@ class ProcessTokenizer:
                 raise ShuttingDown(self._closed)
             if not self._up:
                 self.start()
-            self._queue.put(call)
+            if self._bytes + len(call.frame) > MAX_WAITING_BYTES:
+                held = sum(len(each.frame) for each in (call, *self._lines.get(tenant, ())))
+                if held > MAX_WAITING_BYTES / len({*self._lines, tenant}):
+                    raise busy_error(f"the limit is {MAX_WAITING_BYTES >> 20} MiB")
+            self._lines.setdefault(tenant, deque()).append(call)
+            self._bytes += len(call.frame)
             self._dispatch()
         return call.future
 
     def _dispatch(self) -> None:
         """Send what the worker has room for."""
-        while self._ready and (call := self._queue.take(self._running.values())) is not None:
+        running = self._running
+        while self._ready and len(running) < THREADS and not any(call.alone for call in running.values()):
+            room = sum(call.large for call in running.values()) < THREADS - 1
+            fitting = (call for line in self._lines.values() for call in line if room or not call.large)
+            call = self._again[0] if self._again else next(fitting, None)
+            if call is None or (running and call.alone):
+                return
+            self._remove(call)
             if call.future.running() or call.future.set_running_or_notify_cancel():
                 call.sent_at = time.monotonic()
-                self._running[call.call_id] = call
+                running[call.call_id] = call
                 self._supervisor.send(call.frame)
 
+    def _remove(self, call: PendingTask) -> None:
+        """Take a task out of those that wait; its tenant's next turn is after all others'."""
+        if call in self._again:
+            self._again.remove(call)
+            return
+        line = self._lines.pop(call.tenant)
+        line.remove(call)
+        self._bytes -= len(call.frame)
+        if line:
+            self._lines[call.tenant] = line
+
+    def _waiting(self) -> list[PendingTask]:
+        return [*self._again, *(call for line in self._lines.values() for call in line)]
+
     def abort(self, future: Future[TokenizerAnswer]) -> None:
+        """Drop a task that still waits, or ignore its answer: the caller has gone."""
         with self._lock:
-            for call in [call for call in self._queue if call.future is future]:
-                self._queue.remove(call)
+            for call in [call for call in self._waiting() if call.future is future]:
+                self._remove(call)
             for call in self._running.values():
                 call.abandoned = call.abandoned or call.future is future
         future.cancel()
@@ -314,8 +260,9 @@ class ProcessTokenizer:
         Called at each heartbeat of the worker.
         """
         with self._lock:
-            for call in self._queue.expired():
-                self._queue.remove(call)
+            oldest = time.monotonic() - WAIT_LIMIT_S
+            for call in [call for call in self._waiting() if not call.sent_at and call.made_at < oldest]:
+                self._remove(call)
                 settle(call.future, busy_error(f"this one waited for {WAIT_LIMIT_S:.0f} s"))
             slowest = max(self._running.values(), key=lambda call: call.overdue_s, default=None)
             if slowest is not None and slowest.overdue_s > 0 and not self._aborted:
@@ -354,12 +301,12 @@ class ProcessTokenizer:
             settle(call.future, call.rejection_error(died.signal))
         for call in present:
             if call not in rejected and not call.abandoned:
-                self._queue.put_back(call)
+                self._again.append(call)
         if rejected or self._aborted:
             self._backoff.progress()
         self._aborted = False
         # Without a pending task the next one starts it: a process that cannot start must not spin.
-        if any(True for _ in self._queue):
+        if self._again or self._lines:
             delay_s = self._backoff.next_delay()
             if self._backoff.exhausted:
                 self._fail_all(from_code(died.code, died.message))
@@ -368,8 +315,11 @@ class ProcessTokenizer:
             self._dispatch()
 
     def _fail_all(self, error: CllmError) -> None:
-        calls = [*self._running.values(), *self._queue]
-        self._queue, self._running = TokenizerQueue(), {}
+        calls = [*self._running.values(), *self._waiting()]
+        self._running.clear()
+        self._again.clear()
+        self._lines.clear()
+        self._bytes = 0
         for call in calls:
             settle(call.future, error)
 

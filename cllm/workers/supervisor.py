@@ -10,6 +10,8 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -213,6 +215,7 @@ class Attempt:
         self.crashes, self.alone = 0, False
 
 
+@dataclass(eq=False, repr=False)
 class ResumableRequest(Attempt):
     """A request, its answer so far, and its usage over all engines that have computed it.
 
@@ -221,18 +224,16 @@ class ResumableRequest(Attempt):
     """
 
     CLEARING_TOKENS = 16
+    cancelled = False
+    generated = 0  # tokens of the answer so far
+    _resumed_at = 0  # number of them that came from engines that died
+    _clearing_tokens = CLEARING_TOKENS
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.submission = request  # as an engine is to have it: with what others have generated before
-        self.cancelled = False
-        self.generated = 0  # tokens of the answer so far
-        self._answer = array("i")  # the tokens generated, without those that it came with
-        self.resumed = False
-        self._resumed_at = 0  # number of them that came from engines that died
-        self._clearing_tokens = self.CLEARING_TOKENS
-        self._usage: Usage | None = None  # as far as it is known
-        self._earlier: Usage | None = None  # the same, when the last engine died
+    request: Request
+    resumption: Request | None = None  # what the next engine gets, once one has died: the answer goes on
+    _answer: array[int] = field(default_factory=partial(array, "i"))  # without the tokens that it came with
+    _usage: Usage | None = None  # as far as it is known
+    _earlier: Usage | None = None  # the same, when the last engine died
 
     def add_tokens(self, output: RequestOutput) -> None:
         """Add the tokens of an output to the answer."""
@@ -251,11 +252,10 @@ class ResumableRequest(Attempt):
 
     def resume(self) -> None:
         """Its engine is gone: the next one goes on from here."""
-        self.resumed = True
         self._resumed_at = self.generated
         self._earlier = self._usage
         prefix = (*self.request.generated_prefix, *self._answer)
-        self.submission = msgspec.structs.replace(self.request, generated_prefix=prefix)
+        self.resumption = msgspec.structs.replace(self.request, generated_prefix=prefix)
 
     def whole_usage(self, usage: Usage) -> Usage:
         """The usage over all engines that have computed it. What one took from its cache counts once."""

@@ -23,15 +23,17 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.llm import _get_loop
 from cllm.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
 from cllm.types import Request, RequestOutput, Snapshot
-from cllm.workers.executor import Executor, Receive, encode, settle
+from cllm.workers.executor import ProcessExecutor, ProcessTokenizer, Receive, encode, settle
 from cllm.workers.tokenizer import TokenizerWorker
 
 MakeRunner = Callable[[EngineConfig], ModelRunner]
 Kind = TypeVar("Kind", LLM, AsyncLLM)
 
 
-class ThreadExecutor:
-    """`Executor` in a thread. The tokenizer runs in that of its caller."""
+class ThreadExecutor(ProcessExecutor):
+    """An executor in a thread. The tokenizer runs in that of its caller."""
+
+    tokenizer: ThreadTokenizer
 
     def __init__(self, make_runner: MakeRunner, config: EngineConfig | None = None) -> None:
         self._make_runner = make_runner
@@ -61,9 +63,6 @@ class ThreadExecutor:
         if self._core is not None:
             self._core.post(command)
 
-    def end_tasks(self, why: str) -> None:
-        pass  # none outlives its call
-
     def stop(self) -> None:
         self._stopping = True
         self.send(Stop())
@@ -71,10 +70,12 @@ class ThreadExecutor:
             self._thread.join()
 
 
-class ThreadTokenizer:
-    """`TokenizerClient` whose answer is there at once."""
+class ThreadTokenizer(ProcessTokenizer):
+    """A tokenizer whose answer is there at once."""
 
     worker: TokenizerWorker  # once the engine is ready
+
+    def __init__(self) -> None: ...
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         encode(TokenizerCall(0, task))  # refuses what no message can carry
@@ -82,8 +83,9 @@ class ThreadTokenizer:
         settle(future, self.worker.perform(task))
         return future
 
-    def abort(self, future: Future[TokenizerAnswer]) -> None:
-        pass
+    def abort(self, future: Future[TokenizerAnswer]) -> None: ...
+
+    def end(self, why: str = "") -> None: ...
 
 
 class InlineLoop:
@@ -112,7 +114,7 @@ class InlineLoop:
 class BlockingEngine(EngineClient):
     """An engine client without an event loop: its methods may be called from any thread."""
 
-    def __init__(self, executor: Executor, **settings: Any) -> None:
+    def __init__(self, executor: ProcessExecutor, **settings: Any) -> None:
         super().__init__(executor, **settings)
         self.inline = InlineLoop()
         self._loop = cast(asyncio.AbstractEventLoop, self.inline)

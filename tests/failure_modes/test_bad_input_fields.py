@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
-import statistics
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.driver.http import JSON, field_refused, refusal
-from tests.driver.server import PATIENCE_S, Server, get_data
+from tests.driver.http import JSON, HealthWatch, field_refused, refusal
+from tests.driver.server import Server
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",
@@ -34,21 +30,16 @@ GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
         ("top_p", ["NaN", "1e400", "true"]),
         ("top_k", ["true", "1.5", "NaN", "1e400"]),
         ("seed", ["true", "1.5", "1e400", "Infinity"]),
+        ("max_tokens", ["true"]),
         ("repeat_penalty", ["NaN", "Infinity", "true"]),
         ("logit_bias", ['{"1": NaN}', '{"1": 1e400}', '{"1": true}']),
     ],
 )
 def test_a_value_that_is_not_a_number(tiny: Server, route: str, field: str, values: list[str]) -> None:
-    if route == GENERATE and field == "repeat_penalty":
-        field = "repetition_penalty"
+    renamed = {(GENERATE, "repeat_penalty"): "repetition_penalty", (LLAMA, "max_tokens"): "n_predict"}
+    field = renamed.get((route, field), field)
     for value in values:
         field_refused(tiny, route, field, value)
-
-
-@pytest.mark.failure_mode("not-a-number")
-@pytest.mark.parametrize("route", ROUTES)
-def test_true_where_an_integer_belongs(tiny: Server, route: str) -> None:
-    field_refused(tiny, route, "n_predict" if route == LLAMA else "max_tokens", "true")
 
 
 @pytest.mark.failure_mode("not-a-number")
@@ -87,25 +78,12 @@ def peak_mib(pid: int) -> int:
     return int(found[1]) // 1024
 
 
-RANGES = {
+RANGES = {  # of all fields: tests/unit/server/test_sampling_body.py
     "temperature": ["-0.1", "10.1"],
     "top_k": ["-2", str(2**31)],
-    "top_p": ["-0.1", "1.1"],
-    "min_p": ["-0.1", "1.1"],
     "typical_p": ["0", "1.1"],
-    "top_n_sigma": ["-1.1", "101"],
-    "frequency_penalty": ["-2.1", "2.1"],
-    "presence_penalty": ["-2.1", "2.1"],
-    "dry_multiplier": ["-1", "101"],
-    "dry_base": ["0.9", "101"],
     "dry_allowed_length": ["-1"],
-    "dry_penalty_last_n": ["-2"],
-    "xtc_probability": ["-0.1", "1.1"],
-    "xtc_threshold": ["-0.1", "1.1"],
     "mirostat": ["-1", "3"],
-    "mirostat_tau": ["-1", "101"],
-    "mirostat_eta": ["-0.1", "1.1"],
-    "adaptive_target": ["-1.1", "1.1"],
     "adaptive_decay": ["-0.1", "1"],
     "seed": [str(-(2**63) - 1), str(2**63)],
 }
@@ -195,12 +173,6 @@ def test_bad_stops(tiny: Server, route: str, stops: list[str], limit: str) -> No
         assert limit in field_refused(tiny, route, "stop", json.dumps(stops[0]))
 
 
-@pytest.mark.failure_mode("bad-stop-strings")
-def test_no_stops_and_the_maximum_are_fine(tiny: Server) -> None:
-    for stops in ([], [f"{number:0256d}" for number in range(16)]):
-        assert tiny.generate("the same", 4, stop=stops)["generated_tokens"] == 4
-
-
 @pytest.mark.failure_mode("bad-token-ids")
 def test_token_ids_and_empty_prompts(tiny: Server) -> None:
     for route in (COMPLETIONS, LLAMA):
@@ -225,30 +197,11 @@ def test_a_prompt_longer_than_the_context(tiny: Server, route: str) -> None:
 
 @pytest.mark.failure_mode("prompt-too-long")
 def test_prompts_of_5_mb_leave_health_quick(tiny: Server) -> None:
-    body = json.dumps({"prompt": "many words " * 480_000}).encode()
-    statuses: list[int] = []
-
-    def send() -> None:  # several: each is refused within milliseconds
-        statuses.extend(tiny.client.post(GENERATE, content=body, headers=JSON).status_code for _ in range(10))
-
-    def median(asking: Callable[[], bool]) -> float:
-        took: list[float] = []
-        deadline = time.monotonic() + PATIENCE_S
-        while asking() and time.monotonic() < deadline:
-            began = time.perf_counter()
-            tiny.get("/health")
-            took.append(time.perf_counter() - began)
-        return statistics.median(took)
-
-    ten = iter(range(10))
-    alone = median(lambda: next(ten, None) is not None)
-    sender = threading.Thread(target=send)
-    sender.start()
-    beside = median(sender.is_alive)
-    sender.join(PATIENCE_S)
-    assert statuses == [400] * 10
-    # The median, and beside what it takes alone: the machine may be busy otherwise.
-    assert beside < max(0.1, 5 * alone)
+    body = {"prompt": "many words " * 480_000}
+    with HealthWatch(tiny.url, tiny.process.pid) as health:
+        for _ in range(10):
+            assert tiny.post(GENERATE, body).status_code == 400
+    assert health.median < 0.1
 
 
 @pytest.mark.failure_mode("lone-surrogate")
@@ -261,13 +214,6 @@ def test_a_lone_surrogate(tiny: Server, route: str, text: str) -> None:
         field_refused(tiny, route, "prompt", f'"{text}"')
     field_refused(tiny, route, "stop", f'["{text}"]')
     field_refused(tiny, route, "grammar", f'"{text}"')
-
-
-@pytest.mark.failure_mode("lone-surrogate")
-def test_a_whole_pair_is_a_character(tiny: Server) -> None:
-    body = rb'{"text": "\ud83d\ude00"}'
-    tokens = tiny.client.post("/encode", content=body, headers=JSON).json()["tokens"]
-    assert bytes(tokens) == "😀".encode()
 
 
 @pytest.mark.failure_mode("nul-character")
@@ -358,11 +304,3 @@ def test_a_path_as_model(tiny: Server, route: str, name: str) -> None:
     body = {"model": name, "prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     message = refusal(tiny.post(route, body), 404)
     assert name not in message
-
-
-@pytest.mark.failure_mode("path-as-model-name")
-@pytest.mark.parametrize("name", ["gpt-4o", "org/model:latest", "x", "/models/x"])
-def test_any_plain_name_is_served(tiny: Server, name: str) -> None:
-    body = {"model": name, "prompt": "x", "max_tokens": 1}
-    assert tiny.post(COMPLETIONS, body).status_code == 200
-    assert get_data(tiny.post(GENERATE, body))["generated_tokens"] == 1

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cllm.config import ServerConfig
 from tests.driver.http import JSON, dial, drip, read_all, refusal, unharmed
 from tests.driver.server import PATIENCE_S, Server, StartServer
 
@@ -51,12 +50,6 @@ def test_json_nested_too_deep(tiny: Server, route: str, depth: int, brackets: tu
     inner = brackets[0] * depth + "1" + brackets[1] * depth
     body = f'{{"prompt": "x", "text": "x", "messages": [], "max_tokens": 1, "other": {inner}}}'
     refusal(send(tiny, route, body.encode()))
-
-
-@pytest.mark.failure_mode("json-too-deep")
-def test_json_nested_less_deep_is_read(tiny: Server) -> None:
-    body = f'{{"prompt": "x", "max_tokens": 1, "other": {"[" * 62}{"]" * 62}}}'
-    assert send(tiny, "/generate", body.encode()).status_code == 200
 
 
 @pytest.mark.failure_mode("body-too-large")
@@ -126,11 +119,6 @@ def refused_late(answer: bytes) -> None:
 
 
 @pytest.mark.failure_mode("slow-request")
-def test_the_limits_are_10_and_30_s() -> None:
-    assert (ServerConfig().header_timeout_s, ServerConfig().body_timeout_s) == (10, 30)
-
-
-@pytest.mark.failure_mode("slow-request")
 @pytest.mark.parametrize("sent", [b"", b"POST", HEAD], ids=["nothing", "a word", "all but the end"])
 def test_slow_header_half_open(hasty: Server, sent: bytes) -> None:
     with dial(hasty) as connection:
@@ -138,12 +126,6 @@ def test_slow_header_half_open(hasty: Server, sent: bytes) -> None:
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     refused_late(answer)
-
-
-@pytest.mark.failure_mode("slow-request")
-def test_slow_header_drips(hasty: Server) -> None:
-    with dial(hasty) as connection:
-        refused_late(drip(connection, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.1))
 
 
 @pytest.mark.failure_mode("slow-request")
@@ -167,14 +149,19 @@ def test_slow_body_half_open(hasty: Server) -> None:
 
 
 @pytest.mark.failure_mode("slow-request")
-@pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
-def test_slow_body_drips(hasty: Server, chunked: bool) -> None:
-    kind, data = (
-        (b"Transfer-Encoding: chunked", b"1\r\n \r\n") if chunked else (b"Content-Length: 9999", b" ")
-    )
+@pytest.mark.parametrize(
+    ("begin", "drops"),
+    [
+        (b"GET /health HTTP/1.1\r\nX: ", b"x"),
+        (HEAD + b"Content-Length: 9999\r\n\r\n", b" "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    ],
+    ids=["header", "sized", "chunked"],
+)
+def test_slow_request_drips(hasty: Server, begin: bytes, drops: bytes) -> None:
     with dial(hasty) as connection:
-        connection.sendall(HEAD + kind + b"\r\n\r\n")
-        refused_late(drip(connection, data * 500, 0.1))
+        connection.sendall(begin)
+        refused_late(drip(connection, drops * 500, 0.1))
 
 
 @pytest.mark.failure_mode("slow-request")

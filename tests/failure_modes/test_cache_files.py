@@ -99,8 +99,8 @@ def test_without_a_disk_cache_the_refusal_says_how(tiny: Server) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder that takes a few KiB, and what a server has to do first to be held to it."""
+def full_disk(start: StartServer, tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Path, bool]]:
+    """A server whose folder takes a few KiB; the folder, and True where that is a limit of the process."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(folder)]
@@ -108,26 +108,20 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         mounted = False
-    # Where mounting is not allowed: the limit on the size of files, which fails writes the same way.
-    yield (
-        folder,
-        "" if mounted else "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); ",
-    )
+    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(folder), "--cache-disk-mb", "64")
     if mounted:
+        yield start(*arguments), folder, False
         subprocess.run(["umount", str(folder)], check=True)
+    else:  # the limit on the size of files fails writes the same way; the log would hit it, too
+        limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "
+        program = (limit + SERVE[0], *SERVE[1:])
+        yield start(*arguments, program=program, CLLM_LOG_LEVEL="error"), folder, True
 
 
 @pytest.mark.failure_mode("disk-full")
-def test_disk_full(
-    start: StartServer, tiny_model: Path, tmp_path: Path, small_disk: tuple[Path, str]
-) -> None:
+def test_disk_full(full_disk: tuple[Server, Path, bool]) -> None:
     """Saving is answered with an error, a stream meanwhile goes on, nothing is left on the disk."""
-    folder, limit = small_disk
-    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(folder), "--cache-disk-mb", "64")
-    if limit:  # the log would hit the limit, too
-        server = start(*arguments, program=(limit + SERVE[0], *SERVE[1:]), CLLM_LOG_LEVEL="error")
-    else:
-        server = start(*arguments)
+    server, folder, _ = full_disk
     alone = server.generate("go on", 300)["text"]
     server.generate(PROMPT, 16)
     with server.open_stream("go on", 300) as events:
@@ -145,18 +139,11 @@ def test_disk_full(
 
 
 @pytest.mark.failure_mode("disk-full")
-def test_a_disk_cache_without_space(
-    start: StartServer, tiny_model: Path, small_disk: tuple[Path, str]
-) -> None:
+def test_a_disk_cache_without_space(full_disk: tuple[Server, Path, bool]) -> None:
     """The exit is a clean one, nothing is left on the disk."""
-    folder, limit = small_disk
-    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(folder), "--cache-disk-mb", "64")
-    if limit:
-        server = start(*arguments, program=(limit + SERVE[0], *SERVE[1:]), CLLM_LOG_LEVEL="error")
-    else:
-        server = start(*arguments)
+    server, folder, limited = full_disk
     server.generate(PROMPT, 16)
     assert cached(server) > 64
     server.stop()
     assert [path for path in folder.rglob("*") if not path.is_dir()] == []
-    assert limit or server.log_text.count("no space left") == 1
+    assert limited or server.log_text.count("no space left") == 1

@@ -145,17 +145,16 @@ def test_a_request_that_is_there_at_every_crash_fails(tmp_path: Path) -> None:
 
     On the scripted model, whose steps take 300 ms however fast the machine is.
     """
-    with scripted_server(tmp_path / "log", "--step-ms", "300", "--parallel", "2") as server:
-        check_poison(server, "This takes seconds to read. " * 130)
+    with (
+        scripted_server(tmp_path / "log", "--step-ms", "300", "--parallel", "2") as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
 
+        def in_engine() -> bool:
+            requests = server.get("/debug/requests")["requests"]
+            return any(it["place"] == "engine" and it["prompt_tokens"] > 1000 for it in requests)
 
-def check_poison(server: Server, prompt: str) -> None:
-    def in_engine() -> bool:
-        requests = server.get("/debug/requests")["requests"]
-        return any(it["place"] == "engine" and it["prompt_tokens"] > 1000 for it in requests)
-
-    with ThreadPoolExecutor(2) as pool:
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        body = {"prompt": "This takes seconds to read. " * 130, "max_tokens": 4, "temperature": 0}
         poison = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=90, trust_env=False)
         wait_for(in_engine)
         neighbour = pool.submit(server.generate, say("whole"), 4)
@@ -166,10 +165,9 @@ def check_poison(server: Server, prompt: str) -> None:
             wait_for(lambda: ready_status(server) == 503)
         answer = poison.result(PATIENCE_S)
         assert neighbour.result(PATIENCE_S)["generated_tokens"] == 4
-    assert answer.status_code == 500
-    assert answer.json()["error"] == "poison_request"
-    assert server.generate(say("whole"), 4)["generated_tokens"] == 4
-    assert server.kv_is_zero()
+        assert (answer.status_code, answer.json()["error"]) == (500, "poison_request")
+        assert server.generate(say("whole"), 4)["generated_tokens"] == 4
+        assert server.kv_is_zero()
 
 
 @pytest.mark.failure_mode("worker-stopped")
@@ -229,11 +227,8 @@ def bad_file(kind: str, folder: Path, good: Path) -> Path:
     data = good.read_bytes()
     contents = {
         "missing": None,
-        "empty": b"",
         "text": b"this is not a model\n" * 100,
-        "cut-in-metadata": data[:2000],
         "cut-in-tensors": data[:-5000],
-        "absurd-tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + data[24:],
         "absurd-metadata": b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + data[24:],
         "absurd-string": b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62) + data[32:],
     }
@@ -248,11 +243,8 @@ def bad_file(kind: str, folder: Path, good: Path) -> Path:
     ("kind", "said"),
     [
         ("missing", "no model file"),
-        ("empty", "GGUF"),
         ("text", "not a GGUF"),
-        ("cut-in-metadata", "truncated"),
         ("cut-in-tensors", "truncated"),
-        ("absurd-tensors", str(2**60)),
         ("absurd-metadata", str(2**60)),
         ("absurd-string", "corrupt"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import subprocess
 import sys
@@ -42,26 +41,6 @@ def test_port_in_use(tiny_model: Path, host: str) -> None:
     assert process.returncode == 2 and out == "" and not children
     (line,) = error.splitlines()
     assert line.startswith("cllm: ") and str(port) in line and "in use" in line
-
-
-@pytest.mark.failure_mode("port-in-use")
-def test_port_in_use_costs_little_more_than_the_imports(tiny_model: Path) -> None:
-    """Found before the model's file is read or a worker started, by computing time."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        refused, code = measure_s(*SERVE, str(tiny_model), "--port", port)
-    imported, _ = measure_s("import cllm.cli.serve")
-    assert code == 2 and refused < 2 * imported, (refused, imported)
-
-
-def measure_s(*words: str) -> tuple[float, int]:
-    """Run `python -c WORDS` to its end: the seconds it computed, and its exit code."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", *words], capture_output=True, env=environment(), timeout=PATIENCE_S
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.returncode
 
 
 DESCRIPTORS = 120
@@ -109,15 +88,6 @@ def test_more_connections_than_descriptors(narrow: Server) -> None:
         seen += list(events)
     assert "".join(event["token"] for event in seen) == alone
     assert narrow.process.poll() is None
-
-
-@pytest.mark.failure_mode("descriptors-exhausted")
-def test_it_serves_again_when_the_connections_are_closed(narrow: Server) -> None:
-    for _ in range(3):
-        with ExitStack() as stack:
-            fill(narrow, stack, 2 * DESCRIPTORS)
-        wait_for(lambda: serves(narrow))
-    assert narrow.generate("again", 3)["generated_tokens"] == 3
 
 
 @pytest.mark.failure_mode("descriptors-exhausted")

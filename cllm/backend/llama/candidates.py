@@ -231,7 +231,8 @@ class TopKPrefilter:
     def __init__(self, params: SamplingParams) -> None:
         self.top_k = 0
         self.gap = 0.0
-        self.adjusts = params.adjusts_logits  # then it holds together with the adjusted tokens only
+        # Where logits are adjusted, it holds together with the adjusted tokens only.
+        self.adjusts = bool(params.logit_bias) or params.looks_back
         if not (params.greedy or params.mirostat or params.top_n_sigma >= 0):
             if params.temperature <= 0:
                 self.top_k = 1

@@ -62,7 +62,8 @@ class LlamaSampler:
         self._lookback = max(get_lookback(penalties, context), get_lookback(dry, context))
         self._biased = [token for token, _ in params.logit_bias]
         self._recent: deque[int] | None = None  # the history, if it is short: its tokens are adjusted
-        if params.adjusts_logits and self._lookback + len(self._biased) <= MAX_ADJUSTED:
+        adjusts = params.logit_bias or params.looks_back
+        if adjusts and self._lookback + len(self._biased) <= MAX_ADJUSTED:
             self._recent = deque(maxlen=self._lookback)
         self.prefilter = TopKPrefilter(params)
         self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from cllm import LLM
 from cllm.config import EngineConfig
-from cllm.errors import DeadlineExceeded, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Cancel
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Prompt, Request, SamplingParams
-from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor, make_llm
+from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 
 
@@ -104,13 +100,3 @@ def test_an_endless_timeout_ends_no_later_one() -> None:
     assert code_of(late) == "deadline_exceeded"
     assert not endless.finished
     engine.stop()
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0])
-def test_the_python_api_names_a_timeout_that_makes_no_sense(timeout: float) -> None:
-    with make_llm(LLM, lambda _: FakeRunner(step_s=0.02)) as llm:
-        with pytest.raises(InvalidRequest, match="timeout"):
-            llm.generate("x", timeout=timeout)
-        with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
-            llm.generate("x", SamplingParams(ignore_eos=True), max_tokens=500, timeout=0.1)
-        assert llm.generate("x", SamplingParams(ignore_eos=True), max_tokens=2, timeout=60)[0].tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
 from cllm.types import Health, Prompt, Request
-from cllm.workers.executor import Receive
+from cllm.workers.executor import ProcessExecutor, Receive
 from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 
@@ -40,7 +41,7 @@ LIMIT = 100
 Result = TypeVar("Result")
 
 
-class InstantExecutor:
+class InstantExecutor(ProcessExecutor):
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
     tokenizer = ThreadTokenizer()
@@ -56,8 +57,6 @@ class InstantExecutor:
         receive(self._report)
 
     def send(self, command: Command) -> None: ...
-
-    def end_tasks(self, why: str) -> None: ...
 
     def stop(self) -> None:
         if self.running:
@@ -76,12 +75,7 @@ class FakeLoader:
         self.tenants = Tenants()
 
     def prepare(
-        self,
-        model: ModelConfig,
-        *,
-        serving: EngineConfig | None = None,
-        file: str = "",
-        rooms: Sequence[Memory] = (),
+        self, model: ModelConfig, *, rooms: Sequence[Memory] = (), **_: EngineConfig | str | None
     ) -> PreparedModel:
         self.prepared.append((model.name, [dict(room) for room in rooms]))
         if self.failures.get(model.name) == "file":
@@ -125,8 +119,9 @@ def loaded_names(registry: EngineRegistry) -> set[str]:
     return {model.name for model in registry.served if model.loaded}
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))
+def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on an event loop of its own."""
+    return functools.wraps(test)(lambda: asyncio.run(asyncio.wait_for(test(), 20)))
 
 
 async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> ModelLease:
@@ -166,204 +161,186 @@ def test_one_model_serves_every_plain_name() -> None:
 # Memory ----------------------------------------------------------------------------------------------------
 
 
-def test_room_is_made_by_memory_least_recently_used_first() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        for name in ("ant", "bee", "ant"):
-            (await use(registry, name)).release()
-        assert loaded_names(registry) == {"ant", "bee"} and registry.memory == {"host": 90}
-        (await use(registry, "cat")).release()  # 30: the bee goes, though it is the larger one
-        assert loader.stopped == ["bee"] and loaded_names(registry) == {"ant", "cat"}
-        (await use(registry, "dog")).release()  # 30 more fit
-        assert loader.stopped == ["bee"] and registry.memory == {"host": 100}
-        assert loader.prepared[-1] == ("dog", [{"host": 30}, {"host": 70}, {"host": 100}])
-        (await use(registry, "bee")).release()  # 50: two must go; its settings are known
-        assert loader.stopped == ["bee", "ant", "cat"] and len(loader.prepared) == 4
-
-    run(test())
+@on_loop
+async def test_room_is_made_by_memory_least_recently_used_first() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    for name in ("ant", "bee", "ant"):
+        (await use(registry, name)).release()
+    assert loaded_names(registry) == {"ant", "bee"} and registry.memory == {"host": 90}
+    (await use(registry, "cat")).release()  # 30: the bee goes, though it is the larger one
+    assert loader.stopped == ["bee"] and loaded_names(registry) == {"ant", "cat"}
+    (await use(registry, "dog")).release()  # 30 more fit
+    assert loader.stopped == ["bee"] and registry.memory == {"host": 100}
+    assert loader.prepared[-1] == ("dog", [{"host": 30}, {"host": 70}, {"host": 100}])
+    (await use(registry, "bee")).release()  # 50: two must go; its settings are known
+    assert loader.stopped == ["bee", "ant", "cat"] and len(loader.prepared) == 4
 
 
-def test_a_model_that_can_never_fit_is_refused_with_the_sum_and_evicts_nothing() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader, configs={"ant": ModelConfig(name="ant", keep=True)})
-        await registry.start()
-        (await use(registry, "cat")).release()
-        with pytest.raises(ModelDoesNotFit, match="needs 0 MiB, limit 0 MiB, models that are kept 0 MiB"):
-            await use(registry, "elk")
-        assert loader.stopped == [] and registry.find("elk").state is ModelState.FAILED
-        assert "does not fit" in registry.models[-1].error
-        (await use(registry, "bee")).release()
-        assert loader.stopped == ["cat"], "one that is kept stays"
-
-    run(test())
+@on_loop
+async def test_a_model_that_can_never_fit_is_refused_with_the_sum_and_evicts_nothing() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader, configs={"ant": ModelConfig(name="ant", keep=True)})
+    await registry.start()
+    (await use(registry, "cat")).release()
+    with pytest.raises(ModelDoesNotFit, match="needs 0 MiB, limit 0 MiB, models that are kept 0 MiB"):
+        await use(registry, "elk")
+    assert loader.stopped == [] and registry.find("elk").state is ModelState.FAILED
+    assert "does not fit" in registry.models[-1].error
+    (await use(registry, "bee")).release()
+    assert loader.stopped == ["cat"], "one that is kept stays"
 
 
-def test_a_busy_model_is_waited_for_and_takes_no_new_requests_meanwhile() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        first, second = await use(registry, "ant"), await use(registry, "bee")
-        waiting = asyncio.ensure_future(use(registry, "cat"))
-        await settle()
-        assert not waiting.done() and registry.find("cat").state is ModelState.LOADING
-        late = asyncio.ensure_future(use(registry, "ant"))  # the ant is to leave: this one waits for its turn
-        other = await use(registry, "bee")  # the bee is not
-        await settle()
-        assert not late.done() and loader.stopped == []
-        first.release()
-        await settle()
-        assert waiting.done() and loader.stopped == ["ant"]
-        assert first.engine.health is Health.STOPPED and waiting.result().engine.health is Health.READY
-        assert not late.done()
-        waiting.result().release()
-        await settle()
-        assert late.done() and loader.stopped == ["ant", "cat"]
-        for lease in (second, other, late.result()):
-            lease.release()
-            lease.release()  # a second time does nothing
-        assert all(model.users == 0 for model in registry.served)
-
-    run(test())
-
-
-def test_waiting_is_bounded_and_a_client_that_leaves_frees_the_way() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader, queue_size=1)
-        leases = [await use(registry, "ant"), await use(registry, "bee")]
-        with pytest.raises(DeadlineExceeded, match="still waiting for its model to be loaded"):
-            await use(registry, "cat", 0.01)
-        waiting = asyncio.ensure_future(use(registry, "cat"))
-        await settle()
-        with pytest.raises(QueueFull):
-            await use(registry, "dog")
-        waiting.cancel()
-        await asyncio.sleep(0.01)
-        leases.append(await use(registry, "ant"))  # not in the way any more
-        assert loader.stopped == [] and not registry.find("cat").waiters
-        for lease in leases:
-            lease.release()
-        (await use(registry, "cat")).release()
-        assert loader.stopped == ["bee"]
-
-    run(test())
-
-
-def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_after_a_while() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        loader.failures = {"ant": "no memory", "bee": "file"}
-        for name, reason in (("ant", "no memory"), ("bee", "it is truncated")):
-            refused = await asyncio.gather(*(use(registry, name) for _ in range(3)), return_exceptions=True)
-            assert all(isinstance(each, EngineNotReady) and reason in str(each) for each in refused)
-            assert registry.find(name).state is ModelState.FAILED
-        assert registry.memory == {} and registry.health is Health.READY
-        loader.failures = {}
-        ant = registry.find("ant")
-        with pytest.raises(EngineNotReady, match="no memory; it is tried again in 5 s") as resting:
-            await use(registry, "ant")
-        assert resting.value.retry_after_s > 4
-        ant.try_again()
-        (await use(registry, "ant")).release()
-        assert ant.state is ModelState.READY and registry.models[0].error == "" and not ant.rest_s
-
-
-def test_each_load_that_fails_again_is_tried_later() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        loader.failures, rests = {"ant": "no memory"}, []
-        for _ in range(6):
-            registry.find("ant").try_again()
-            with pytest.raises(EngineNotReady):
-                await use(registry, "ant")
-            rests.append(round(registry.find("ant").rest_s))
-        assert rests == [5, 10, 20, 40, 60, 60]
-
-    run(test())
-
-
-def test_idle_models_are_unloaded_after_their_time_and_on_demand() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        configs = {
-            "ant": ModelConfig(name="ant", ttl=0.02),
-            "bee": ModelConfig(name="bee", ttl=0.02, keep=True),
-            "cat": ModelConfig(name="cat"),
-        }
-        registry = make_registry(loader, "ant bee cat", configs=configs, limit={})
-        watching = asyncio.ensure_future(registry.unload_idle())
-        lease = await use(registry, "ant")
-        (await use(registry, "bee")).release()
-        (await use(registry, "cat")).release()
-        await asyncio.sleep(0.1)
-        assert loader.stopped == []
-        with pytest.raises(ModelBusy, match="ant has 1 requests"):
-            await registry.unload(registry.find("ant"))
-        assert registry.models[0].expires_at is not None and registry.models[1].expires_at is None
+@on_loop
+async def test_a_busy_model_is_waited_for_and_takes_no_new_requests_meanwhile() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    first, second = await use(registry, "ant"), await use(registry, "bee")
+    waiting = asyncio.ensure_future(use(registry, "cat"))
+    await settle()
+    assert not waiting.done() and registry.find("cat").state is ModelState.LOADING
+    late = asyncio.ensure_future(use(registry, "ant"))  # the ant is to leave: this one waits for its turn
+    other = await use(registry, "bee")  # the bee is not
+    await settle()
+    assert not late.done() and loader.stopped == []
+    first.release()
+    await settle()
+    assert waiting.done() and loader.stopped == ["ant"]
+    assert first.engine.health is Health.STOPPED and waiting.result().engine.health is Health.READY
+    assert not late.done()
+    waiting.result().release()
+    await settle()
+    assert late.done() and loader.stopped == ["ant", "cat"]
+    for lease in (second, other, late.result()):
         lease.release()
-        while not loader.stopped or registry.find("ant").health is not Health.SLEEPING:
-            await asyncio.sleep(0.01)
-        assert loader.stopped == ["ant"] and registry.find("ant").health is Health.SLEEPING
-        await registry.unload(registry.find("bee"))
-        await registry.unload(registry.find("bee"))
-        assert loader.stopped == ["ant", "bee"]
-        (await use(registry, "ant")).release()
-        watching.cancel()
-
-    run(test())
+        lease.release()  # a second time does nothing
+    assert all(model.users == 0 for model in registry.served)
 
 
-def test_a_shutdown_ends_what_waits_and_stops_all() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        leases = [await use(registry, "ant"), await use(registry, "bee")]
-        waiting = asyncio.ensure_future(use(registry, "cat"))
-        await settle()
-        registry.drain()
-        await settle()
-        with pytest.raises(ShuttingDown):
-            waiting.result()
-        with pytest.raises(ShuttingDown):
-            await use(registry, "dog")
-        registry.stop()
-        assert sorted(loader.stopped) == ["ant", "bee"] and len(leases) == 2
-
-    run(test())
-
-
-def test_tenants_have_one_account_over_all_models() -> None:
-    async def test() -> None:
-        loader = FakeLoader()
-        registry = make_registry(loader)
-        ant, bee = await use(registry, "ant"), await use(registry, "bee")
-        for number, lease in enumerate((ant, bee)):
-            request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
-            lease.engine.submit(request, AsyncOutputStream)
-        tenant = registry.default.engine.tenants.find("ann")  # type: ignore[union-attr]
-        assert tenant.running == 2 and tenant.virtual == 6
-
-    run(test())
+@on_loop
+async def test_waiting_is_bounded_and_a_client_that_leaves_frees_the_way() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader, queue_size=1)
+    leases = [await use(registry, "ant"), await use(registry, "bee")]
+    with pytest.raises(DeadlineExceeded, match="still waiting for its model to be loaded"):
+        await use(registry, "cat", 0.01)
+    waiting = asyncio.ensure_future(use(registry, "cat"))
+    await settle()
+    with pytest.raises(QueueFull):
+        await use(registry, "dog")
+    waiting.cancel()
+    await asyncio.sleep(0.01)
+    leases.append(await use(registry, "ant"))  # not in the way any more
+    assert loader.stopped == [] and not registry.find("cat").waiters
+    for lease in leases:
+        lease.release()
+    (await use(registry, "cat")).release()
+    assert loader.stopped == ["bee"]
 
 
-def test_metrics_have_the_model_only_where_there_are_several() -> None:
-    async def test() -> None:
-        registry = make_registry(FakeLoader(), "ant")
-        (await use(registry, "any")).release()
-        assert b"\ncllm_ready 1.0" in registry.render_metrics()
-        registry = make_registry(FakeLoader(), "ant bee cat")
-        (await use(registry, "bee")).release()
-        text = registry.render_metrics().decode()
-        assert 'cllm_ready{model="bee"} 1.0' in text and 'cllm_ready{model="ant"} 0.0' in text
-        assert 'model="cat"' not in text and text.count("# TYPE cllm_ready gauge") == 1
-        await registry.unload(registry.find("bee"))
-        assert 'cllm_ready{model="bee"} 0.0' in registry.render_metrics().decode()
+@on_loop
+async def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_after_a_while() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    loader.failures = {"ant": "no memory", "bee": "file"}
+    for name, reason in (("ant", "no memory"), ("bee", "it is truncated")):
+        refused = await asyncio.gather(*(use(registry, name) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(each, EngineNotReady) and reason in str(each) for each in refused)
+        assert registry.find(name).state is ModelState.FAILED
+    assert registry.memory == {} and registry.health is Health.READY
+    loader.failures = {}
+    ant = registry.find("ant")
+    with pytest.raises(EngineNotReady, match="no memory; it is tried again in 5 s") as resting:
+        await use(registry, "ant")
+    assert resting.value.retry_after_s > 4
+    ant.try_again()
+    (await use(registry, "ant")).release()
+    assert ant.state is ModelState.READY and registry.models[0].error == "" and not ant.rest_s
 
-    run(test())
+
+@on_loop
+async def test_each_load_that_fails_again_is_tried_later() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    loader.failures, rests = {"ant": "no memory"}, []
+    for _ in range(6):
+        registry.find("ant").try_again()
+        with pytest.raises(EngineNotReady):
+            await use(registry, "ant")
+        rests.append(round(registry.find("ant").rest_s))
+    assert rests == [5, 10, 20, 40, 60, 60]
+
+
+@on_loop
+async def test_idle_models_are_unloaded_after_their_time_and_on_demand() -> None:
+    loader = FakeLoader()
+    configs = {
+        "ant": ModelConfig(name="ant", ttl=0.02),
+        "bee": ModelConfig(name="bee", ttl=0.02, keep=True),
+        "cat": ModelConfig(name="cat"),
+    }
+    registry = make_registry(loader, "ant bee cat", configs=configs, limit={})
+    watching = asyncio.ensure_future(registry.unload_idle())
+    lease = await use(registry, "ant")
+    (await use(registry, "bee")).release()
+    (await use(registry, "cat")).release()
+    await asyncio.sleep(0.1)
+    assert loader.stopped == []
+    with pytest.raises(ModelBusy, match="ant has 1 requests"):
+        await registry.unload(registry.find("ant"))
+    assert registry.models[0].expires_at is not None and registry.models[1].expires_at is None
+    lease.release()
+    while not loader.stopped or registry.find("ant").health is not Health.SLEEPING:
+        await asyncio.sleep(0.01)
+    assert loader.stopped == ["ant"] and registry.find("ant").health is Health.SLEEPING
+    await registry.unload(registry.find("bee"))
+    await registry.unload(registry.find("bee"))
+    assert loader.stopped == ["ant", "bee"]
+    (await use(registry, "ant")).release()
+    watching.cancel()
+
+
+@on_loop
+async def test_a_shutdown_ends_what_waits_and_stops_all() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    leases = [await use(registry, "ant"), await use(registry, "bee")]
+    waiting = asyncio.ensure_future(use(registry, "cat"))
+    await settle()
+    registry.drain()
+    await settle()
+    with pytest.raises(ShuttingDown):
+        waiting.result()
+    with pytest.raises(ShuttingDown):
+        await use(registry, "dog")
+    registry.stop()
+    assert sorted(loader.stopped) == ["ant", "bee"] and len(leases) == 2
+
+
+@on_loop
+async def test_tenants_have_one_account_over_all_models() -> None:
+    loader = FakeLoader()
+    registry = make_registry(loader)
+    ant, bee = await use(registry, "ant"), await use(registry, "bee")
+    for number, lease in enumerate((ant, bee)):
+        request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
+        lease.engine.submit(request, AsyncOutputStream)
+    tenant = registry.default.engine.tenants.accounts["ann"]  # type: ignore[union-attr]
+    assert tenant.running == 2 and tenant.virtual == 6
+
+
+@on_loop
+async def test_metrics_have_the_model_only_where_there_are_several() -> None:
+    registry = make_registry(FakeLoader(), "ant")
+    (await use(registry, "any")).release()
+    assert b"\ncllm_ready 1.0" in registry.render_metrics()
+    registry = make_registry(FakeLoader(), "ant bee cat")
+    (await use(registry, "bee")).release()
+    text = registry.render_metrics().decode()
+    assert 'cllm_ready{model="bee"} 1.0' in text and 'cllm_ready{model="ant"} 0.0' in text
+    assert 'model="cat"' not in text and text.count("# TYPE cllm_ready gauge") == 1
+    await registry.unload(registry.find("bee"))
+    assert 'cllm_ready{model="bee"} 0.0' in registry.render_metrics().decode()
 
 
 # Any order of uses and releases ----------------------------------------------------------------------------

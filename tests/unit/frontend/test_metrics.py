@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from cllm.frontend.metrics import EngineMetrics, LatencyCurve, PlainHistogram, RequestLog
+from cllm.frontend.metrics import EngineMetrics, PlainHistogram, RequestLog
 from cllm.messages import ClusterReport, ReplicaStatus
 from cllm.types import Failure, FinishReason, Prompt, Request, RequestOutput, Usage
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
@@ -43,24 +43,21 @@ def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> Non
     new.stop()
 
 
-def ended(cached: int, source: str) -> tuple[Any, RequestOutput, float]:
-    """A request that has ended: its state, its last output, and when that was."""
-    state = SimpleNamespace(
-        arrived=1.0,
-        dispatched=1.5,
-        first_token=2.0,
-        last_token=2.5,
-        generated=2,
-        tenant=SimpleNamespace(name=""),
-    )
-    usage = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=cached, cached_from=source)
-    return state, RequestOutput(request_id="r1", finish_reason=FinishReason.STOP, usage=usage), 3.0
+def state(**changes: Any) -> Any:
+    times = {"arrived": 10.0, "dispatched": 10.5, "first_token": 11.0, "last_token": 12.0}
+    return SimpleNamespace(**{**times, "generated": 5, "tenant": SimpleNamespace(name="ann"), **changes})
+
+
+def output(cached: int = 3, source: str = "", **changes: Any) -> RequestOutput:
+    usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=cached, cached_from=source)
+    fields = {"request_id": "chatcmpl-0123456789", "finish_reason": FinishReason.STOP, "usage": usage}
+    return RequestOutput(**{**fields, **changes})
 
 
 def test_cached_tokens_are_counted_by_their_source() -> None:
     metrics = EngineMetrics()
     for cached, source in ((80, "device"), (70, "ram"), (5, "device"), (40, "ram+checkpoint"), (0, "")):
-        metrics.ended(*ended(cached, source))
+        metrics.ended(state(), output(cached, source), 12.5)
 
     def counted(source: str) -> float | None:
         return metrics.registry.get_sample_value("cllm_cached_tokens_total", {"source": source})
@@ -71,13 +68,13 @@ def test_cached_tokens_are_counted_by_their_source() -> None:
 
 @pytest.mark.parametrize(
     ("cached", "source", "said"),
-    [(0, "", "90 prompt tokens (0 cached), "), (80, "disk", "90 prompt tokens (80 cached from disk), ")],
+    [(0, "", "7 prompt tokens (0 cached), "), (80, "disk", "7 prompt tokens (80 cached from disk), ")],
 )
 def test_the_end_of_a_request_is_logged_with_what_was_cached(
     cached: int, source: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "cllm.frontend.metrics"):
-        EngineMetrics().ended(*ended(cached, source))
+        EngineMetrics().ended(state(), output(cached, source), 12.5)
     assert said in caplog.text
 
 
@@ -94,17 +91,6 @@ def test_replicas_of_a_cluster_have_their_label() -> None:
 # Request log -----------------------------------------------------------------------------------------
 
 
-def state(**changes: Any) -> Any:
-    times = {"arrived": 10.0, "dispatched": 10.5, "first_token": 11.0, "last_token": 12.0}
-    return SimpleNamespace(**{**times, "generated": 5, "tenant": SimpleNamespace(name="ann"), **changes})
-
-
-def output(**changes: Any) -> RequestOutput:
-    usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3)
-    fields = {"request_id": "chatcmpl-0123456789", "finish_reason": FinishReason.STOP, "usage": usage}
-    return RequestOutput(**{**fields, **changes})
-
-
 def test_a_record_has_times_and_counts() -> None:
     log = RequestLog()
     log.add(state(), output(), now=12.5)
@@ -112,7 +98,7 @@ def test_a_record_has_times_and_counts() -> None:
     assert (record.number, record.id, record.tenant, record.outcome) == (1, "23456789", "ann", "stop")
     assert (record.queue_ms, record.first_ms, record.gap_ms, record.total_ms) == (500, 1000, 250, 2500)
     assert (record.prompt, record.cached, record.generated) == (7, 3, 5)
-    assert log.curve.points[0].figures() == (1000, 1000, 250, 250)
+    assert log.points[0].figures() == (1000, 1000, 250, 250)
 
 
 def test_a_request_without_a_token_is_in_the_log_and_not_in_the_curve() -> None:
@@ -122,7 +108,7 @@ def test_a_request_without_a_token_is_in_the_log_and_not_in_the_curve() -> None:
     log.add(state(last_token=11.0, generated=1), output(), now=11.0)
     assert [record.outcome for record in log.records] == ["engine_died", "stop"]
     assert (log.records[0].first_ms, log.records[0].queue_ms) == (None, 1000)
-    assert log.curve.count == 1 and log.curve.points[0].figures() == (1000, 1000, None, None)
+    assert log.measured == 1 and log.points[0].figures() == (1000, 1000, None, None)
 
 
 def test_the_log_is_bounded() -> None:
@@ -134,14 +120,15 @@ def test_the_log_is_bounded() -> None:
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 1024, 1025, 20_000])
 def test_the_curve_holds_every_request_in_few_points(count: int) -> None:
-    curve = LatencyCurve()
+    curve = RequestLog()
     for number in range(count):
-        curve.add(float(number), float(number) if number % 2 else None)
-    assert len(curve.points) <= curve.MAX_POINTS and curve.count == count
+        times = {"arrived": 0.0, "first_token": number / 1000, "last_token": number / 500}
+        curve.add(state(**times, generated=1 + number % 2), output(), now=100.0)
+    assert len(curve.points) <= curve.MAX_POINTS and curve.measured == count
     assert len(curve.points) == -(-count // curve.width)
     assert sum(point.first_count for point in curve.points) == count
-    assert sum(point.first_sum for point in curve.points) == sum(range(count))
-    assert curve.points[-1].first_max == count - 1
+    assert sum(point.first_sum for point in curve.points) == pytest.approx(sum(range(count)))
+    assert curve.points[-1].first_max == pytest.approx(count - 1)
     assert sum(point.gap_count for point in curve.points) == count // 2
     begin = curve.points[0].figures()
     assert begin[0] == pytest.approx((min(curve.width, count) - 1) / 2, abs=0.5)

@@ -48,18 +48,6 @@ def test_a_waiting_reader_is_woken_by_each_push() -> None:
     assert asyncio.run(read()) == ["x", "y", "z", ""]
 
 
-def test_two_pushes_before_the_reader_runs_wake_it_once() -> None:
-    async def read() -> RequestOutput:
-        stream = AsyncOutputStream("r")
-        reader = asyncio.ensure_future(stream.next())
-        await asyncio.sleep(0)
-        stream.push(delta("a"))
-        stream.push(delta("b"))
-        return await reader
-
-    assert asyncio.run(read()).text == "ab"
-
-
 def test_a_cancelled_reader_loses_nothing() -> None:
     async def read() -> RequestOutput:
         stream = AsyncOutputStream("r")

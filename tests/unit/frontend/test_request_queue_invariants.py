@@ -115,7 +115,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.living()["few"] <= 3
         queue = self.engine._queue
         assert queue.waiting == (len(queued), sum(len(each.request.prompt) for each in queued))
-        for tenant in queue.tenants._tenants.values():
+        for tenant in queue.tenants.accounts.values():
             mine = [each for each in states if each.tenant is tenant]
             assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
             assert tenant.running == len(mine) - tenant.waiting
@@ -229,15 +229,8 @@ class TimedQueueMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-TestTimedQueue = TimedQueueMachine.TestCase
-TestTimedQueue.settings = settings(
-    max_examples=examples(50),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(
+TestTimedQueue, TestQueue = TimedQueueMachine.TestCase, QueueMachine.TestCase
+TestTimedQueue.settings = TestQueue.settings = settings(
     max_examples=examples(50),
     stateful_step_count=40,
     deadline=None,

@@ -23,7 +23,7 @@ from cllm.types import (
     RequestOutput,
     SamplingParams,
 )
-from cllm.workers.executor import Receive
+from cllm.workers.executor import ProcessExecutor, Receive
 from tests.driver.engine import Answer, StepDriver
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadTokenizer
 from tests.profiles import examples
@@ -66,7 +66,7 @@ def make_request(name: str, kind: int, prompt: int) -> Request:
     return Request(id=name, prompt=Prompt(tuple(b"prompt %d" % prompt)), **fields)
 
 
-class SteppedExecutor:
+class SteppedExecutor(ProcessExecutor):
     """An executor whose engine computes a step when the test says so, and dies when it says so."""
 
     tokenizer = ThreadTokenizer()
@@ -102,9 +102,6 @@ class SteppedExecutor:
     def die(self) -> None:
         assert self.receive is not None
         self.receive(Died("engine_died", "killed by the test"))
-
-    def end_tasks(self, why: str) -> None:
-        pass
 
     def stop(self) -> None:
         pass

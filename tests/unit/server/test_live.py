@@ -121,7 +121,7 @@ def test_an_event_stays_below_its_limit_under_the_worst_load() -> None:
     async def test() -> None:
         registry, feed = make()
         for index in range(40):
-            registry.metrics.tenants.find(f"a tenant with a name {index}").charge(100_000_000 + index, 0.0)
+            registry.metrics.tenants.open(f"a tenant with a name {index}").charge(100_000_000 + index, 0.0)
         with feed.listen() as events:
             await anext(events)
             for second in range(20):
@@ -186,7 +186,7 @@ def test_the_curve_is_sent_in_parts() -> None:
                 await feed._tick()
                 latency = parse(await anext(events))["latency"]
                 points.update(enumerate(latency["points"], latency["begin"]))
-            curve = registry.metrics.request_log.curve
+            curve = registry.metrics.request_log
             assert latency["count"] == 1200 and latency["width"] == curve.width == 4
             assert len(points) == len(curve.points) == 300
 

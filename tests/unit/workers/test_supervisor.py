@@ -155,14 +155,15 @@ def test_a_command_that_cannot_be_decoded_ends_the_worker_with_a_code(role: str)
     worker.supervisor.close()
 
 
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_start_that_fails_is_reported_and_tried_again_without_a_new_thread(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Was: Popen or Thread.start raised on a timer's thread, and no other start followed."""
     worker.ask("die")
-
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
 
     def no_process(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -180,9 +181,6 @@ def test_a_start_that_fails_is_reported_and_tried_again_without_a_new_thread(
 
 
 def test_without_a_first_thread_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     worker = Worker()
     with pytest.raises(EngineNotReady, match="cannot be started: can't start new thread"):
