@@ -103,7 +103,7 @@ def test_an_erased_slot_is_forgotten_in_all_tiers_but_its_name(start: Start, tmp
     driver = start()
     serve(driver)
     use(driver, "save")
-    entry = driver.scheduler.transfer.save_entry(driver.prefix_cache.device.get(0))  # type: ignore[arg-type]
+    entry = driver.scheduler.transfer.save_entry(driver.prefix_cache.device.by_slot.get(0))  # type: ignore[arg-type]
     assert entry is not None and driver.host_cache.entries
     assert driver.core.disk.put(entry)
     while driver.core.disk._slice is None or driver.core.disk._slice.result(LIMIT_S) is None:
@@ -206,7 +206,7 @@ def test_calls_are_answered_in_their_order_when_the_disk_is_done(
     commands = (UseSlot(1, "save", 0, "a"), UseSlot(2, "erase", 0), UseSlot(3, "restore", 0, "a"))
     for command in (*commands, ClearCache(4)):
         driver.core._handle(command)
-    assert driver.cache_answers == [] and driver.prefix_cache.device.get(0) is not None
+    assert driver.cache_answers == [] and driver.prefix_cache.device.by_slot.get(0) is not None
     other = driver.add(words(8, 20), 8, ignore_eos=True)
     driver.step(20)
     assert driver.answers[other].finish_reason, "nothing that runs waits for the disk"
@@ -227,12 +227,12 @@ def test_a_disk_that_does_not_answer_fails_its_calls(
     for command in (UseSlot(1, "save", 0, "a"), ClearCache(2)):
         driver.core._handle(command)
     deadline = time.monotonic() + LIMIT_S
-    while not driver.core.cache_calls.idle:
+    while driver.core.cache_calls.calls:
         driver.core.post(Wake())  # the call that answers would wait for the next command
         assert time.monotonic() < deadline and driver.core._take_commands()
     for done in driver.cache_answers:
         assert "--cache-dir" in refusal(done, "storage_failed")
-    assert driver.core.cache_calls.stall_s is None and serve(driver) == (0, ""), "slots and RAM are clear"
+    assert not driver.core.cache_calls.calls and serve(driver) == (0, ""), "slots and RAM are clear"
     gate.open()
 
 

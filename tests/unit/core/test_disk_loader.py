@@ -55,9 +55,9 @@ def finish(driver: StepDriver) -> None:
 
 def write_behind(driver: StepDriver) -> None:
     """Be idle until everything is written."""
-    disk = driver.core.disk
+    disk, candidates = driver.core.disk, driver.prefix_cache.loader.candidates
     deadline = time.monotonic() + LIMIT_S
-    while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
+    while disk.idle(candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
         assert time.monotonic() < deadline
         pending: list[Future[Any]] = [each for each in (disk._slice, disk.scanning) if each is not None]
         wait(pending, LIMIT_S)
@@ -145,8 +145,8 @@ def test_no_more_is_read_at_a_time_than_there_are_free_slots(start: Start, gate:
     gate.close()
     names = [driver.add(prompt, 8, ignore_eos=True) for prompt in prompts]
     driver.step(3)
-    waiting = [sequence for sequence in driver.scheduler._waiting if sequence.loading is not None]
-    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler._waiting) - 2
+    waiting = [sequence for sequence in driver.scheduler.waiting if sequence.loading is not None]
+    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler.waiting) - 2
     gate.open()
     finish(driver)
     assert all(source(driver, name) == (99, "disk") for name in names)

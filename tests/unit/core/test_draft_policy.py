@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from cllm.backend.base import Batch, Drafter
 from cllm.core.drafts import DraftState
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotLease, SlotPool
+from cllm.core.slot_pool import SlotLease
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import StepCostModel
-from cllm.testing import FakeRunner
 from cllm.types import ConstraintKind, ConstraintSpec, Prompt, Request
 from tests.unit.core.test_spec_decode import Parrot
 
@@ -32,7 +31,7 @@ def make_sequence(
 ) -> Sequence:
     request = Request(id=f"r{number}", prompt=Prompt(tuple(range(tokens))), max_tokens=max_tokens)
     sequence = Sequence(request, capacity=1000)
-    sequence.lease = SlotLease(SlotPool(FakeRunner(sequences=64)), number, request.id)
+    sequence.lease = SlotLease(number, request.id)
     sequence.num_computed = tokens - pending
     if drafter is not None:
         sequence.drafts = DraftState(drafter, acceptance_rate=acceptance)

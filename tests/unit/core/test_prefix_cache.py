@@ -270,7 +270,7 @@ def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
     middle = talk.send(tuple(b"m" * 600), 1)
     short = talk.send((*SYSTEM, 2), 1)
     done: list[str] = []
-    while not talk.scheduler.idle:
+    while talk.scheduler.live:
         talk.step()
         done += [name for name, answer in talk.answers.items() if answer.tokens and name not in done]
     assert done[:2] == [short, middle] and set(done[2:]) == {oldest, long}
@@ -367,7 +367,7 @@ def test_preempted_requests_evict_prefixes() -> None:
     talk.offload()
     assert talk.host_cache.cached_bytes > 900
     names = [talk.send(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
-    while not talk.scheduler.idle:
+    while talk.scheduler.live:
         talk.step()
         assert talk.host_cache.cached_bytes + talk.host_cache.swapped_bytes <= 1500
     assert talk.total("prefix_evictions") > 0

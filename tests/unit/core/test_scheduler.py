@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import StepResult, StepStatus
-from cllm.core.sequence import State
-from cllm.messages import Report, StepReport
+from cllm.errors import IntegrityError
+from cllm.messages import Report, StepReport, Wake
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import next_token
 from cllm.types import FinishReason, RequestOutput
@@ -87,7 +87,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_waits_until_one_ha
     driver.step()
     driver.step_with(StepStatus.NO_ROOM)
     assert driver.running == ["r0", "r2"]
-    assert [(one.id, one.state) for one in driver.scheduler.waiting] == [("r1", State.PREEMPTED)]
+    assert [(one.id, one.preempted) for one in driver.scheduler.waiting] == [("r1", True)]
     driver.step(2)
     assert driver.running == ["r0", "r2"]
     driver.cancel("r2")
@@ -175,3 +175,18 @@ def test_requests_are_numbered_and_admitted_as_they_come() -> None:
     driver.finish()
     ends = [output.request_id for output in driver.outputs if output.finish_reason is not None]
     assert ends == ["r0", "r1", "r2"]
+
+
+def test_idle_leftovers_are_named_and_cleared() -> None:
+    driver = Recorder(FakeRunner(sequences=3), cache_mb=1)
+    driver.add(b"a prompt of some length", 1, ignore_eos=True)
+    driver.finish()
+    driver.fake.memory[0].pop()
+    driver.fake.memory[2] = [1, 2, 3]
+    left = "22 cells in slot 0 instead of 23, 3 cells in slot 2"
+    with pytest.raises(IntegrityError, match=left):
+        driver.scheduler.check_idle()
+    driver.core.inbox.put(Wake())
+    assert driver.core._take_commands() and driver.scheduler.integrity_failures == 2
+    assert driver.fake.memory == [[], [], []]
+    driver.check_released()
