@@ -168,7 +168,13 @@ class Life:
         if (sequence := self.driver.scheduler.live.get(name)) is None:
             return (self.driver.answers[name].finish_reason,)  # None: it is told with the next step
         slot = sequence.lease.seq_id if sequence.lease is not None else None
-        return (sequence.preempted, slot, len(sequence.tokens), sequence.num_computed, sequence.swapped is None)
+        return (
+            sequence.preempted,
+            slot,
+            len(sequence.tokens),
+            sequence.num_computed,
+            sequence.swapped is None,
+        )
 
     def drain(self) -> None:
         """Run until idle: each request has ended once, with the right text, and the engine serves another."""

@@ -81,14 +81,6 @@ def eight(*drafting: int, able: int = 1000, acceptance: float = CERTAIN) -> list
     ]
 
 
-def test_all_drafts_of_a_step_are_equally_long() -> None:
-    assert len(set(drafted(make_sequence(0, Parrot()), make_sequence(1, Parrot())).values())) == 1
-    assert drafted(make_sequence(0, Parrot(5)), make_sequence(1, Parrot(3))) in (
-        {0: 3, 1: 3},
-        {0: 5, 1: 5},  # the shorter one padded
-    )
-
-
 def test_a_sequence_without_a_proposal_or_a_drafter_is_left_out() -> None:
     assert drafted(make_sequence(0, Parrot(0)), make_sequence(1, None)) == {}
     assert drafted() == {}
@@ -153,10 +145,6 @@ def test_the_poorer_the_acceptance_the_shorter_the_draft() -> None:
     assert lengths[0] > 4 and lengths[-1] == 0
 
 
-def test_all_eight_draft_where_that_pays() -> None:
-    assert set(drafted(*eight(*range(8)), cost=Priced(0.5))) == set(range(8))
-
-
 def test_drafts_that_are_too_expensive_are_not_made_and_that_is_counted() -> None:
     cost = Priced(3.0)
     assert drafted(*eight(*range(8)), cost=cost) == {}
@@ -169,10 +157,6 @@ def test_rows_without_a_draft_are_padded_if_most_have_one() -> None:
     """Rows of different length would be computed in separate ubatches."""
     found = drafted(*eight(0, 1, 2, 4, 5, 6, 7), cost=Priced(0.2))
     assert set(found) == set(range(8)) and len(set(found.values())) == 1
-
-
-def test_one_row_that_drafts_does_not_make_seven_others_wait() -> None:
-    assert drafted(*eight(3), cost=Priced(0.4)) == {}
 
 
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.3, 0.45])

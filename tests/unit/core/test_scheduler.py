@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from cllm.backend.base import StepResult, StepStatus
 from cllm.errors import IntegrityError
 from cllm.messages import Report, StepReport, Wake
 from cllm.testing import FakeRunner
-from cllm.testing.fake_runner import next_token
 from cllm.types import FinishReason, RequestOutput
 from tests.driver.engine import StepDriver
 
@@ -37,19 +35,6 @@ class Recorder(StepDriver):
         self.fake.fail = lambda _, name: status if name == "collect" else None
         self.step()
         self.fake.fail = None
-
-
-class RightDrafter:
-    """Knows what the fake model will say, or says something else each time."""
-
-    def __init__(self, wrong: bool = False) -> None:
-        self._wrong = wrong
-
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        known = list(tokens)
-        for _ in range(min(2, max_tokens)):
-            known.append(ord("A") if self._wrong else next_token(known, ends=False))
-        return known[len(tokens) :]
 
 
 def test_no_more_run_than_may_run_at_once() -> None:
@@ -147,24 +132,6 @@ def test_what_a_row_took_to_sample_is_noted() -> None:
     driver.step()
     assert driver.scheduler.running[0].sample_s == 0.25
     driver.finish()
-
-
-def test_memory_that_can_neither_be_cut_nor_rolled_back_gets_no_drafts() -> None:
-    driver = Recorder(FakeRunner(sequences=2, trimmable=False), new_drafter=lambda: RightDrafter())
-    driver.add(b"prompt", 9, ignore_eos=True)
-    driver.finish()
-    assert driver.usage("r0").drafted_tokens == 0 and driver.text("r0") == driver.expected("r0")
-
-
-def test_drafts_are_counted_as_they_come_true() -> None:
-    for wrong, accepted in ((False, True), (True, False)):
-        driver = Recorder(FakeRunner(sequences=2), new_drafter=lambda wrong=wrong: RightDrafter(wrong))
-        driver.add(b"prompt", 9, ignore_eos=True)
-        driver.finish()
-        usage = driver.usage("r0")
-        assert usage.drafted_tokens > 0 and bool(usage.accepted_tokens) is accepted
-        assert usage.accepted_tokens == (usage.drafted_tokens if accepted else 0)
-        assert driver.text("r0") == driver.expected("r0")
 
 
 def test_requests_are_numbered_and_admitted_as_they_come() -> None:

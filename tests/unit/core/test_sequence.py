@@ -22,7 +22,6 @@ from cllm.types import (
     Request,
     SamplingParams,
     TokenLogprob,
-    Usage,
 )
 
 LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
@@ -36,14 +35,6 @@ def run(sequence: Sequence) -> Sequence:
     """Give it a slot."""
     sequence.lease = SlotPool(FakeRunner(sequences=1)).lease("r")
     return sequence
-
-
-def test_a_new_sequence_has_done_nothing_and_may_start() -> None:
-    sequence = make()
-    assert sequence.startable
-    assert (sequence.mask_s, sequence.sample_s, sequence.deferred) == (0.0, 0.0, 0)
-    assert sequence.usage() == Usage(prompt_tokens=6, completion_tokens=0)
-    assert sequence.pending == sequence.computable == 6
 
 
 def test_the_limit_is_that_of_the_request_and_of_the_context() -> None:
@@ -73,13 +64,6 @@ def test_the_prompt_is_scored_by_the_tokens_that_follow(computed: int, count: in
     sequence.score([TokenLogprob(token, 0.0) for token in b"prompt"[1 : computed + 1]], 5)
     assert sequence.unscored == 5 - computed
     assert bytes(sequence.row(count).scored) == scored
-
-
-def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
-    sequence = run(make(prompt_logprobs=1))
-    sequence.score([TokenLogprob(token, 0.0) for token in b"rom"], 5)
-    assert bytes(sequence.row(5).scored) == b"pt"
-    assert [entry.token for entry in sequence.prompt_logprobs] == list(b"prom")
 
 
 def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
@@ -135,11 +119,6 @@ def test_an_ignored_end_token_is_a_token() -> None:
         sequence = make(sampling=SamplingParams(ignore_eos=True), stop=stop)
         assert sequence.stopping.append((END_TOKEN,), FakeVocabulary()).reason is None
         assert sequence.tokens[-1] == END_TOKEN
-
-
-def test_a_stop_token_of_the_client_ends_it() -> None:
-    appended = make(stop_token_ids=(98,)).stopping.append((97, 98, 99), FakeVocabulary())
-    assert (appended.tokens, appended.reason, appended.kept) == ((97,), FinishReason.STOP, 1)
 
 
 def test_a_stop_string_ends_it_and_is_not_part_of_the_text() -> None:
