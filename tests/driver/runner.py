@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from cllm.backend.base import (
@@ -24,10 +23,11 @@ from cllm.testing import FakeRunner, FakeSampler
 from cllm.types import SamplingParams, TokenLogprob, Vocabulary
 
 GREEDY = SamplingParams(temperature=0)
-FORWARDED = (
-    *("interrupt", "next_position", "min_length", "settle", "checkpoint", "state_bytes"),
-    *("open_embedding", "reset_embedding", "create_drafter", "close"),
-)
+
+
+def forward(name: str) -> Any:
+    """A method that the runner inside has."""
+    return lambda self, *given: getattr(self.inner, name)(*given)
 
 
 class CheckedRunner(ModelRunner):
@@ -46,11 +46,11 @@ class CheckedRunner(ModelRunner):
         self._cells: list[list[int]] = [[] for _ in range(inner.limits.sequences)]  # by name, of each slot
         self._cell_count = 0
         self._failed: StepResult | None = None  # of the step in flight
-        for name in FORWARDED:
-            setattr(self, name, partial(self._forward, name))
 
-    def _forward(self, name: str, *given: Any) -> Any:
-        return getattr(self.inner, name)(*given)
+    interrupt, close, create_drafter = map(forward, ("interrupt", "close", "create_drafter"))
+    next_position, min_length, settle = map(forward, ("next_position", "min_length", "settle"))
+    checkpoint, state_bytes = map(forward, ("checkpoint", "state_bytes"))
+    open_embedding, reset_embedding = map(forward, ("open_embedding", "reset_embedding"))
 
     def submit(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]

@@ -24,7 +24,7 @@ from cllm.core.kv_cache import cache_file, disk_cache
 from cllm.core.kv_cache.cache_file import get_file_size
 from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, DiskThread, Operation
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry
-from cllm.core.kv_cache.prefix_index import Checkpoint
+from cllm.core.kv_cache.prefix_index import CachedPrefix, Checkpoint
 from cllm.core.kv_cache.tiers import Entry
 from cllm.core.step_cost import TILE
 from cllm.errors import CacheFileError, NotFound, StorageFailed
@@ -575,3 +575,10 @@ def test_two_servers_on_one_folder(
     for entry in tuple(last.entries):
         found = last.fetch(entry.tokens, entry.tenant)
         assert found is None or bytes(found.state) == content(tuple(entry.tokens), entry.tenant)
+
+
+def test_the_name_tells_tenant_and_tokens_apart() -> None:
+    folder = CacheFolder(Path("x"), lambda: "here")
+    prefixes = [("a", (1, 2)), ("a", (1,)), ("", (1, 2)), ("a\1\0\0\0", (2,)), ("b", (1, 2))]
+    names = {folder.get_path(CachedPrefix(tenant, tokens)).name for tenant, tokens in prefixes}
+    assert len(names) == len(prefixes)

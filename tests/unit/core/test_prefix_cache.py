@@ -13,6 +13,7 @@ from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
+from tests.unit.core.test_slot_choice import failing
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
 
@@ -157,21 +158,6 @@ def test_a_failed_request_leaves_nothing() -> None:
     assert len(talk.host_cache.entries) == 0
 
 
-def failing_once(talk: Talk, call: str, number: int) -> list[str]:
-    """Two more requests, of whose calls by this name one fails; their names, or none if it was not called."""
-    seen = 0
-
-    def fail(_: int, name: str) -> Exception | None:
-        nonlocal seen
-        seen += name == call
-        return RuntimeError("native") if name == call and seen == number else None
-
-    talk.fake.fail = fail
-    names = [talk.send(prompt) for prompt in FAILING]
-    talk.run()
-    return names if seen >= number else []
-
-
 FAILING = (SYSTEM + tuple(b"x" * 90), tuple(b"y" * 90))
 
 
@@ -183,7 +169,10 @@ def test_a_call_that_fails_around_the_cache_costs_a_recompute_at_most(call: str,
     for number in range(1, 1000):
         talk = Talk()
         talk.ask(SYSTEM)
-        if not (names := failing_once(talk, call, number)):
+        talk.fake.fail, seen = failing(call, number)
+        names = [talk.send(prompt) for prompt in FAILING]
+        talk.run()
+        if len(seen) < number:
             assert number > 1 or call == "copy"
             return
         failed = [name for name in names if talk.outcome(name) is FinishReason.ERROR]

@@ -140,16 +140,15 @@ def test_a_slot_is_moved_next_to_the_running_ones_where_gaps_cost_more(
     assert slots.usage(slots.ask(words(6, 100))).cached_tokens == 99
 
 
-def failing(call: str, number: int) -> Callable[[int, str], Exception | None]:
-    """One native call of this name fails: the first, the second, …"""
-    calls = 0
+def failing(call: str, number: int) -> tuple[Callable[[int, str], Exception | None], list[str]]:
+    """One native call of this name fails: the first, the second, …; and all of them that were made."""
+    seen: list[str] = []
 
     def fail(_: int, name: str) -> Exception | None:
-        nonlocal calls
-        calls += name == call
-        return RuntimeError("native") if name == call and calls == number else None
+        seen.extend([name] * (name == call))
+        return RuntimeError("native") if name == call and len(seen) == number else None
 
-    return fail
+    return fail, seen
 
 
 def test_a_move_that_would_keep_others_waiting_too_long_is_left() -> None:
@@ -183,7 +182,7 @@ def test_a_move_that_fails_costs_a_recompute_at_most(make: type[Slots], call: st
         slots.add(next_turn(0), 60, ignore_eos=True)
         slots.add(next_turn(3), 20, ignore_eos=True)
         slots.step(3)
-        slots.fake.fail = failing(call, number)
+        slots.fake.fail, _ = failing(call, number)
         slots.add(next_turn(7), 30, ignore_eos=True)
         slots.run()
         slots.check_end()
@@ -215,7 +214,7 @@ def test_a_running_sequence_survives_a_move_that_fails(call: str) -> None:
             slots.add(words(n, 100), 10 if n == 1 else 40, ignore_eos=True)
         while slots.answers["r1"].finish_reason is None:
             slots.step()
-        slots.fake.fail = failing(call, number)
+        slots.fake.fail, _ = failing(call, number)
         slots.run()
         slots.check_end()
 
