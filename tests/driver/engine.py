@@ -286,12 +286,10 @@ class StepDriver:
         """What holds after every step."""
         pool, running = self.scheduler.pool, self.scheduler.running
         # Slots: each is held once, by a running request; the rest are free, or retired for ever.
-        assert {seq_id: lease.request_id for seq_id, lease in pool.held.items()} == {
-            seq_id: sequence.id for seq_id, sequence in running.items()
-        }
+        assert pool.held.keys() == running.keys()
         assert len(pool.held) + len(pool.free) + len(pool.retired) == pool.size
         for seq_id, lease in pool.held.items():
-            assert lease.seq_id == seq_id
+            assert (lease.seq_id, lease.request_id) == (seq_id, running[seq_id].id)
             self.answers[lease.request_id].ids.add(seq_id)
         # KV accounting in host RAM: no budget is exceeded.
         host = self.host_cache

@@ -8,19 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.core.drafts import common_length
 from cllm.core.kv_cache.prefix_index import MAX_MATCHES, RadixIndex, _Node
 
 # Few different tokens, so that sequences begin alike; one that needs all of its four bytes.
 TOKENS = st.lists(st.sampled_from([1, 2, 256, 151_935]), max_size=12).map(tuple)
-
-
-def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    length = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        length += 1
-    return length
 
 
 @given(
@@ -42,11 +34,8 @@ def test_it_finds_what_a_look_at_everything_finds(
             stored.pop(tokens, None)
         assert bool(index) == bool(stored)
     for tokens in (*asked, *stored):
-        wanted = sorted(
-            (common(tokens, other), value)
-            for other, value in stored.items()
-            if common(tokens, other) >= at_least
-        )
+        shared = ((common_length(tokens, other), value) for other, value in stored.items())
+        wanted = sorted(pair for pair in shared if pair[0] >= at_least)
         found = index.matches(tokens, at_least)
         assert sorted(found) == wanted
         assert [match.length for match in found] == sorted((length for length, _ in wanted), reverse=True)

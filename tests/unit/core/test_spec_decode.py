@@ -163,13 +163,6 @@ def test_the_acceptance_rate_stays_a_rate(outcomes: list[bool], start: float) ->
     assert all(after - before <= 1 for before, after in pairwise(expected))
 
 
-def test_no_room_for_a_draft_is_no_draft() -> None:
-    parrot = Parrot()
-    state = DraftState(parrot, acceptance_rate=0.5)
-    assert state.propose([1, 2], 0) == state.propose([1, 2], -1) == []
-    assert parrot.asked == []
-
-
 def test_rejected_drafts_must_prove_themselves_again() -> None:
     state = make_state(0.99)
     state.reject()

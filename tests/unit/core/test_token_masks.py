@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.core import scheduler
 from cllm.core.stopping import ReasoningBudget
+from cllm.testing import FakeRunner, next_token
 from cllm.testing.fake_runner import END_TOKEN
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit
 from tests.driver.engine import StepDriver
@@ -165,9 +167,6 @@ def test_no_tokens_at_all_computes_the_prompt_and_keeps_it(cache_mb: int) -> Non
 def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
     max_tokens: int, length: int, sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cllm.core import scheduler
-    from cllm.testing import FakeRunner, next_token
-
     monkeypatch.setattr(scheduler, "SCORED_LOGITS", 258 * 17)
     prompt = list(b"It ")[:length]
     while len(prompt) < length:  # some tokens are what the model would have said
@@ -192,8 +191,6 @@ def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
 
 
 def test_a_preempted_prompt_is_scored_once() -> None:
-    from cllm.testing import FakeRunner
-
     driver = StepDriver(FakeRunner(sequences=2, cells=120, unified=True), swap_space_mb=0)
     for number in range(2):
         driver.add(b"%d" % number + bytes(range(50)), 40, prompt_logprobs=1, ignore_eos=True)
