@@ -3,7 +3,7 @@
     python -m bench.gpu.steps MODEL STREAMS OUTPUT_TOKENS [TEMPERATURE [DRAFT_TOKENS]]
 
 Prints a line of JSON for each of three rounds: tokens per second while all streams generate, and milliseconds
-of a step by part. `sync` is waiting for the device; `report` and `prepare` (of the batch after it) are done meanwhile.
+of a step by part. `sync` is waiting for the device; `report` and `prepare` (the next batch) go on meanwhile.
 `gap` is how long the device waits for the host between two steps.
 """
 
