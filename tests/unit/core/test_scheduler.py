@@ -144,7 +144,7 @@ def test_requests_are_numbered_and_admitted_as_they_come() -> None:
     assert ends == ["r0", "r1", "r2"]
 
 
-def test_idle_leftovers_are_named_and_cleared() -> None:
+def test_leftovers_are_named_and_cleared() -> None:
     driver = Recorder(FakeRunner(sequences=3), cache_mb=1)
     driver.add(b"a prompt of some length", 1, ignore_eos=True)
     driver.finish()
