@@ -127,7 +127,7 @@ def grow(name: str) -> None:
                 core._handle(Submit(request))
                 while len(core.scheduler.running) > 3 or (number == BLOCK - 1 and not core.idle):
                     core.step()
-            core._check_idle()
+            core.scheduler.check_idle()
             gc.collect()
             sizes.append(allocated())
         print(msgspec.json.encode(sizes).decode())

@@ -3,7 +3,7 @@
     python -m bench.gpu.steps MODEL STREAMS OUTPUT_TOKENS [TEMPERATURE [DRAFT_TOKENS]]
 
 Prints a line of JSON for each of three rounds: tokens per second while all streams generate, and milliseconds
-of a step by part. `sync` is waiting for the device; `report` and `prepare_following` are done meanwhile.
+of a step by part. `sync` is waiting for the device; `report` and `prepare` (the next batch) go on meanwhile.
 `gap` is how long the device waits for the host between two steps.
 """
 
@@ -71,7 +71,8 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     runner = LlamaRunner(config)
     core = EngineCore(runner, config, lambda report: None)
     times = PartTimes()
-    watched = ((core.scheduler, name) for name in ("schedule", "update", "prepare_following"))
+    scheduler = core.scheduler
+    watched = ((scheduler, "schedule"), (scheduler, "update"), (scheduler.following, "prepare"))
     for owner, name in (*watched, (core, "_report"), (runner, "submit"), (runner.batch_sampler, "sample")):
         times.watch(owner, name, name.strip("_"))
     times.watch(runner, "_wait", "sync")

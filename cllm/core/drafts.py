@@ -107,9 +107,8 @@ class NgramDrafter:
 
     MAX_INDEXED = 4096  # tokens of a long prompt indexed in one step
 
-    def __init__(self) -> None:
-        self._index: NgramIndex | None = None
-        self._larger: NgramIndex | None = None  # takes its place when it has caught up
+    _index: NgramIndex | None = None
+    _larger: NgramIndex | None = None  # takes its place when it has caught up
 
     @property
     def memory_bytes(self) -> int:

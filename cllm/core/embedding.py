@@ -12,7 +12,8 @@ from concurrent.futures import Future
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
-from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
+from cllm.core.step_groups import StepGroup
+from cllm.errors import BadBatch, CllmError, EngineError, InvalidRequest
 from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class EmbeddingJob:
 Input = tuple[EmbeddingJob, int]  # one input of a job, by its index
 
 
-class EmbeddingScheduler:
+class EmbeddingScheduler(StepGroup[EmbeddingJob]):
     """Owns every request for embeddings from arrival to its one terminal output. Runs on the owner thread.
 
     A batch takes one input of each request in turn, so that a short one does not wait for a long one. One
@@ -59,27 +60,22 @@ class EmbeddingScheduler:
         open_context: Callable[[], Future[None]],
     ) -> None:
         """The first request calls `open_context`; none is computed before it is done."""
-        self.runner = runner
+        super().__init__(runner, budget)
         self._open_context = open_context
         self._opening: Future[None] | None = None
-        self.budget = budget
         self._decoding = decoding  # how many wait for their next token meanwhile
         self._limits = runner.limits.embed
-        self._jobs: dict[str, EmbeddingJob] = {}  # the one whose turn it is first
         self._scheduled: dict[int, Input] = {}  # of the last batch, by row id
         self._long: Input | None = None
         self._long_computed = 0  # tokens of the long input
-        self._outputs: list[RequestOutput] = []
+        self.outputs: list[RequestOutput] = []  # not yet reported
 
     # What comes in ---------------------------------------------------------------------------------
 
-    def accepts(self, request: Request) -> bool:
-        return bool(request.embed) or not self.runner.info.generates
-
     def add(self, request: Request) -> None:
-        """Accept a request. It gets exactly one terminal output, whatever happens."""
-        assert request.id not in self._jobs, f"request {request.id} is here already"
-        job = self._jobs[request.id] = EmbeddingJob(request)
+        """See `StepGroup`. A request that embeds nothing fails: the model does not generate."""
+        assert request.id not in self.live, f"request {request.id} is here already"
+        job = self.live[request.id] = EmbeddingJob(request)
         if not request.embed:
             info = self.runner.info
             self._fail(job, InvalidRequest.no_generation(info.name, info.architecture))
@@ -94,24 +90,13 @@ class EmbeddingScheduler:
         if not isinstance(error, CllmError):
             log.error("embedding could not be opened", exc_info=error)
             error = EngineError(f"embedding could not be opened: {type(error).__name__}")
-        self._fail(next(iter(self._jobs.values())), error)
-        self._opening = self._open_context() if self._jobs else None
+        self._fail(next(iter(self.live.values())), error)
+        self._opening = self._open_context() if self.live else None
         return False
-
-    def cancel(self, request_id: str) -> None:
-        """End a job now; one that is unknown or has ended is left alone."""
-        if (job := self._jobs.get(request_id)) is not None:
-            self._finish(job, FinishReason.CANCELLED)
-
-    def fail_all(self, error: CllmError) -> None:
-        """The engine ends: every request still here gets the error as its terminal output."""
-        for job in list(self._jobs.values()):
-            self._fail(job, error)
 
     # The step --------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """The next batch, or None when there is nothing to compute."""
         self._scheduled = {}
         if not self.has_work or not self._opened():
             return None
@@ -135,7 +120,7 @@ class EmbeddingScheduler:
         found = True
         while found:
             found = False
-            for job in self._jobs.values():
+            for job in self.live.values():
                 if not job.todo or len(picked) == self._limits.rows:
                     continue
                 size = len(job.inputs[job.todo[0]])
@@ -143,8 +128,8 @@ class EmbeddingScheduler:
                     picked.append((job, job.todo.popleft()))
                     taken += size
                     found = True
-        first = next(iter(self._jobs))
-        self._jobs[first] = self._jobs.pop(first)  # another request is first next time
+        first = next(iter(self.live))  # the one whose turn it was
+        self.live[first] = self.live.pop(first)  # another request is first next time
         return picked
 
     def _chunk(self, long: Input, room: int) -> Batch:
@@ -155,7 +140,6 @@ class EmbeddingScheduler:
         return Batch((row,), BatchKind.EMBED)
 
     def update(self, batch: Batch, result: StepResult) -> None:
-        """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
         match result.status:
             case StepStatus.DONE:
                 self.budget.cost.observe(batch, result)
@@ -169,23 +153,17 @@ class EmbeddingScheduler:
                 self._put_back(batch)
 
     def still_scheduled(self, batch: Batch) -> Batch:
-        """The rows of a scheduled batch whose requests have not ended meanwhile."""
-        rows = (row for row in batch.rows if self._scheduled[row.seq_id][0].id in self._jobs)
+        rows = (row for row in batch.rows if self._scheduled[row.seq_id][0].id in self.live)
         return Batch(tuple(rows), batch.kind)
-
-    def take_outputs(self) -> list[RequestOutput]:
-        """What happened since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def _inputs(self, batch: Batch) -> list[Input]:
         """The inputs of a batch, less those of requests that an earlier row has ended."""
         scheduled = (self._scheduled[row.seq_id] for row in batch.rows)
-        return [(job, index) for job, index in scheduled if job.id in self._jobs]
+        return [(job, index) for job, index in scheduled if job.id in self.live]
 
     def _process_row(self, row: Row, outcome: RowResult, ubatches: int) -> None:
         job, index = self._scheduled[row.seq_id]
-        if job.id not in self._jobs:
+        if job.id not in self.live:
             return
         job.decoded_tokens += len(row.tokens)
         job.steps += 1
@@ -206,25 +184,9 @@ class EmbeddingScheduler:
         for job, index in reversed(self._inputs(batch)):
             job.todo.appendleft(index)
 
-    # What can be seen ------------------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
-
     @property
     def has_work(self) -> bool:
-        return bool(self._jobs) and self._opening is not None and self._opening.done()
-
-    @property
-    def count(self) -> int:
-        return len(self._jobs)
-
-    def check_idle(self) -> None:
-        """Integrity check: idle means that nothing is half computed."""
-        assert self.idle
-        if self._long is not None:
-            raise IntegrityError("idle, but an input is still half computed")
+        return bool(self.live) and self._opening is not None and self._opening.done()
 
     # Leaving ---------------------------------------------------------------------------------------
 
@@ -233,12 +195,12 @@ class EmbeddingScheduler:
 
     def _finish(self, job: EmbeddingJob, reason: FinishReason, error: Failure | None = None) -> None:
         """The one way out: one terminal output."""
-        del self._jobs[job.id]
+        del self.live[job.id]
         if self._long is not None and self._long[0] is job:
             self._forget_long()
         done = reason is FinishReason.STOP
         embeddings = tuple(job.embeddings[index] for index in range(len(job.embeddings))) if done else ()
-        self._outputs.append(
+        self.outputs.append(
             RequestOutput(
                 request_id=job.id,
                 finish_reason=reason,

@@ -6,24 +6,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_calls import CacheCalls
-from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_cache import STALL_LIMIT_S, DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.tiers import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
-from cllm.core.sequence import Sequence, State
-from cllm.core.slot_pool import SlotPool
+from cllm.core.sequence import Sequence
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_groups import GroupTurns, StepGroup
@@ -60,34 +60,31 @@ class StepInterrupt:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._lock = threading.Lock()
-        self._members: frozenset[str | None] = frozenset()  # requests whose cancel ends the running step
-        self._interrupted = False  # the last step was ended early
+        self._members: frozenset[str] = frozenset()  # requests whose cancel ends the running step
+        self.interrupted = False  # the last step was ended early
         self.count = 0
 
     @contextmanager
-    def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
-        """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
-        members: frozenset[str | None] = frozenset()
-        spared = self._runner.info.recurrent or (self._interrupted and len(batch.rows) > 1)
+    def around(self, batch: Batch, running: Mapping[int, Sequence]) -> Iterator[None]:
+        """While a batch with a long row is computed. One of embeddings is spared: it serves many requests."""
+        spared = self._runner.info.recurrent or (self.interrupted and len(batch.rows) > 1)
+        self.interrupted = False
         if batch.kind is BatchKind.GENERATE and not spared:
             long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
-            members = frozenset(map(pool.holder, long_rows))
-        self._interrupted = False
-        with self._lock:
-            self._runner.interrupt(False)
-            self._members = members
+            self._members = frozenset(running[seq_id].id for seq_id in long_rows)
         try:
             yield
         finally:
             with self._lock:
                 self._members = frozenset()
+                self._runner.interrupt(False)
 
     def cancelled(self, request_id: str | None) -> None:
         """A request (None: all) will be cancelled as soon as this step is over: end it now."""
         with self._lock:
             if self._members and (request_id is None or request_id in self._members):
                 self._members = frozenset()
-                self._interrupted = True
+                self.interrupted = True
                 self.count += 1
                 self._runner.interrupt(True)
 
@@ -101,6 +98,9 @@ class EngineCore:
     _snapshots = 0  # taken so far
     _collected: float | None = None  # when the last result came, unless idle since
     _ahead: tuple[Batch, StepResult | None] | None = None  # a batch that is submitted, or failed so
+    step_started: float | None = None  # read by the heartbeat thread
+    _busy_since: float | None = None  # end of the last step, while there is more to do
+    _unreported: dict[str, float] | None = None  # the work of the last step
 
     def __init__(
         self,
@@ -118,13 +118,16 @@ class EngineCore:
         self._emit = emit
         wake = partial(self.inbox.put, Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
-        cost = cost or _make_cost_model(runner)
+        cost = cost or StepCostModel(
+            split=not limits.unified, batch1=runner.draft_cost, records=runner.asynchronous
+        )
         target_s = target_itl_s(config)
         # Drafts and the newest token of each sequence go into one batch.
-        draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
-        if limits.rollback_tokens:
-            draft_tokens = min(draft_tokens, limits.rollback_tokens)
-        self.disk = _open_disk_cache(runner, config, wake)
+        room = max(0, limits.batch_tokens - limits.sequences)
+        draft_tokens = min(config.draft_tokens, room, limits.rollback_tokens or room)
+        disk_mb = config.cache_disk_mb if config.prefix_cache and runner.info.generates else 0
+        folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
+        self.disk = DiskKVCache(folder, (disk_mb or 0) * MIB, wake)
         self.scheduler = Scheduler(
             runner,
             PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
@@ -153,14 +156,11 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
-        self.groups: tuple[StepGroup, ...] = (self.scheduler, self.embedding)
+        self.groups: tuple[StepGroup[Any], ...] = (self.scheduler, self.embedding)
         self._group_turns = GroupTurns(self.groups)
         self._turns = None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
-        self.step_started: float | None = None  # read by the heartbeat thread
-        self._busy_since: float | None = None  # end of the last step, while there is more to do
         self._computed_at = time.monotonic()  # end of the last step
-        self._unreported: dict[str, float] | None = None  # the work of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
@@ -192,7 +192,7 @@ class EngineCore:
             log.critical("the engine loop died", exc_info=exception)
             raise
         finally:
-            self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
+            self.disk.close(self.scheduler.prefix_cache.loader.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
             for group in self.groups:
                 group.fail_all(ended)
@@ -209,9 +209,7 @@ class EngineCore:
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
         contended = self._turns is not None and self._turns.contended
-        group = self._group_turns.next(contended=contended)
-        if self._ahead is not None:
-            group = self.scheduler
+        group = self._group_turns.next(contended=contended) if self._ahead is None else self.scheduler
         results: list[StepResult] = []
         ended: float | None = None
         ahead, self._ahead = self._ahead, None
@@ -227,14 +225,16 @@ class EngineCore:
                     result = result._replace(period_s=collected - before)
                 self._collected = collected
                 group.update(part, result)
-                self._count_failures(part.kind, result)
                 results.append(result)
+                if result.status is StepStatus.DONE:
+                    self._failed_steps[part.kind] = 0
+                elif result.status is StepStatus.FAILED:
+                    self._count_failure(part.kind, result.code)
             self._computed_at = time.monotonic()
         self.step_started = None
         now = ended or time.perf_counter()
-        self._group_turns.charge(group, now - started)
-        self._busy_since = None if self.idle else now
-        self._collected = None if self.idle else self._collected
+        group.spent_s += now - started
+        self._busy_since, self._collected = (None, None) if self.idle else (now, self._collected)
         if batch is not None:
             self._unreported = {
                 "steps": len(results),
@@ -249,7 +249,7 @@ class EngineCore:
 
     def _follow(self, batch: Batch, result: StepResult) -> float | None:
         """Submit the batch after this one, if that is known already; when that was, or None."""
-        if not self.inbox.empty() or not self.cache_calls.idle or self.embedding.has_work:
+        if not self.inbox.empty() or self.cache_calls.calls or self.embedding.has_work:
             return None
         if (following := self.scheduler.following.complete(batch, result)) is None:
             return None
@@ -259,36 +259,75 @@ class EngineCore:
 
     def _report(self) -> None:
         """Report the last step. On a GPU that is done while the device computes the next one."""
-        outputs = tuple(output for group in self.groups for output in group.take_outputs())
-        work, self._unreported = self._unreported, None
-        if outputs or work is not None:
-            self._emit(StepReport(outputs, self._stats(**(work or {}))))
+        outputs = (*self.scheduler.take_outputs(), *self.embedding.outputs)
+        self.embedding.outputs.clear()
+        work, self._unreported = self._unreported or {}, None
+        if not outputs and not work:
+            return
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        cache, transfer = scheduler.prefix_cache, scheduler.transfer
+        counters = Counter(
+            prefix_hits=cache.hits,
+            prefix_tokens=cache.hit_tokens,
+            prefix_saves=transfer.saves,
+            prefix_evictions=cache.host.evictions,
+            disk_loads=self.disk.loads,
+            disk_writes=self.disk.writes,
+            disk_failures=self.disk.failures,
+            slot_evictions=cache.device.evictions,
+            preemptions=transfer.swap_outs,
+            swap_ins=transfer.swap_ins,
+        )
+        new, self._reported = counters - self._reported, counters
+        cells_used, cells_cached = cache.count_cells(scheduler.running.values())
+        stats = StepStats(
+            running=len(scheduler.running) + len(self.embedding.live),
+            leases=len(pool.held),
+            cells_used=cells_used,
+            cells_cached=cells_cached,
+            integrity_failures=scheduler.integrity_failures,
+            interrupted=self._interrupt.count,
+            prefix_bytes=cache.host.cached_bytes,
+            disk_bytes=self.disk.bytes,
+            swapped_bytes=cache.host.swapped_bytes,
+            draft_bytes=sum(each.drafts.memory_bytes for each in scheduler.live.values() if each.drafts),
+            **new,
+            **work,  # type: ignore[arg-type]
+        )
+        self._emit(StepReport(outputs, stats))
 
     @property
     def idle(self) -> bool:
-        return all(group.idle for group in self.groups)
+        return not (self.scheduler.live or self.embedding.live)
 
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing."""
-        return any(group.has_work for group in self.groups)
+        return any(group.live and group.has_work for group in self.groups)
 
     def _compute(
         self,
-        group: StepGroup,
+        group: StepGroup[Any],
         batch: Batch,
         ahead: tuple[Batch, StepResult | None] | None = None,
         *,
         follow: bool = False,
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
-        with self._turns or nullcontext(), self._interrupt.around(batch, self.scheduler.pool):
+        interruptible: AbstractContextManager[None] = nullcontext()
+        if batch.token_count >= StepInterrupt.MIN_ROW_TOKENS:
+            interruptible = self._interrupt.around(batch, self.scheduler.running)
+        else:
+            self._interrupt.interrupted = False
+        with self._turns or nullcontext(), interruptible:
             result = self._guarded(partial(self.runner.submit, batch)) if ahead is None else ahead[1]
             if result is None:
                 if self.runner.asynchronous:
                     self._report()
                 if follow:
-                    self.scheduler.prepare_following(batch)
+                    # None follows where a request waits for a slot.
+                    running = {} if self.scheduler.waiting else self.scheduler.running
+                    self.scheduler.following.prepare(batch, running)
                 result = self._guarded(self.runner.collect)
         assert result is not None
         refused = result.status is StepStatus.BAD_BATCH or (
@@ -311,31 +350,36 @@ class EngineCore:
             log.error("a step raised", exc_info=exception)
             return StepResult(StepStatus.FAILED)
 
-    def _count_failures(self, kind: BatchKind, result: StepResult) -> None:
+    def _count_failure(self, kind: BatchKind, code: int) -> None:
         """One failed step has been rolled back and is tried again; two in a row are the end."""
-        if result.status is StepStatus.DONE:
-            self._failed_steps[kind] = 0
-        elif result.status is StepStatus.FAILED:
-            self._failed_steps[kind] += 1
-            log.error("a step (%s) failed with code %d and was rolled back", kind.value, result.code)
-            if self._failed_steps[kind] > 1:
-                raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
+        self._failed_steps[kind] += 1
+        log.error("a step (%s) failed with code %d and was rolled back", kind.value, code)
+        if self._failed_steps[kind] > 1:
+            raise EngineDied(f"two steps in a row failed, the last with code {code}")
 
     # Commands --------------------------------------------------------------------------------------
 
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when to stop."""
-        try:
+        if self.cache_calls.calls:
             self.cache_calls.advance()
+        stall_s = STALL_LIMIT_S if self.cache_calls.calls else None
+        try:
             if self.idle:
-                self._check_idle()
-                idle_s = time.monotonic() - self._computed_at
-                again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
-                command = self.inbox.get(timeout=self.cache_calls.stall_s or again_s)
+                try:
+                    self.scheduler.check_idle()
+                except IntegrityError as error:
+                    log.error("%s", error)
+                    self.scheduler.prefix_cache.clear_slots()
+                again_s: float | None = None
+                if self.disk.limit:
+                    candidates = self.scheduler.prefix_cache.loader.candidates()
+                    again_s = self.disk.idle(candidates, time.monotonic() - self._computed_at)
+                command = self.inbox.get(timeout=stall_s or again_s)
             elif self.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
-                limits_s = (self.scheduler.loading_s, self.cache_calls.stall_s)
+                limits_s = (self.scheduler.loading_s, stall_s)
                 limit_s = min((each for each in limits_s if each is not None), default=None)
                 command = self.inbox.get(timeout=limit_s)
             while self._handle(command):
@@ -344,18 +388,11 @@ class EngineCore:
         except Empty:
             return True
 
-    def _check_idle(self) -> None:
-        try:
-            for group in self.groups:
-                group.check_idle()
-        except IntegrityError as error:
-            log.error("%s", error)
-            self.scheduler.prefix_cache.clear_slots()
-
     def _handle(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                next(group for group in self.groups if group.accepts(request)).add(request)
+                embeds = request.embed or not self.runner.info.generates
+                (self.embedding if embeds else self.scheduler).add(request)
             case Cancel(request_id):
                 for group in self.groups:
                     group.cancel(request_id)
@@ -381,23 +418,24 @@ class EngineCore:
                 request_id=one.id,
                 tokens=len(one.tokens),
                 position=self.runner.next_position(seq_id) if seq_id >= 0 else 0,
-                state=one.state.value,
+                state="preempted" if one.preempted else "running",
                 age_s=age_s,
                 prompt_tokens=len(one.request.prompt),
                 cached_tokens=one.cached_tokens,
             )
 
         leases = tuple(
-            describe(scheduler.running[lease.seq_id], lease.seq_id, now - lease.leased_at)
-            for lease in pool.leases
+            describe(scheduler.running[seq_id], seq_id, now - lease.leased_at)
+            for seq_id, lease in sorted(pool.held.items())
         )
-        preempted = (one for one in scheduler.waiting if one.state is State.PREEMPTED)
+        preempted = (one for one in scheduler.waiting if one.preempted)
+        cells_used, cells_cached = scheduler.prefix_cache.count_cells(scheduler.running.values())
         return Snapshot(
             number=self._snapshots,
             sequences_total=pool.size,
             cells_total=self.runner.limits.cells,
-            cells_used=scheduler.cells_used,
-            cells_cached=scheduler.prefix_cache.count_cached(scheduler.running.values()),
+            cells_used=cells_used,
+            cells_cached=cells_cached,
             slots_cached=len(scheduler.prefix_cache.device.entries),
             leases=leases,
             waiting=tuple(one.id for one in scheduler.waiting),
@@ -408,47 +446,3 @@ class EngineCore:
             cleared_cells_total=pool.cleared_cells_total,
             integrity_failures=scheduler.integrity_failures,
         )
-
-    def _stats(self, **work: float) -> StepStats:
-        """Work since the last report, and the state at its end."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        cache, transfer = scheduler.prefix_cache, scheduler.transfer
-        counters = Counter(
-            prefix_hits=cache.hits,
-            prefix_tokens=cache.hit_tokens,
-            prefix_saves=transfer.saves,
-            prefix_evictions=cache.host.evictions,
-            disk_loads=self.disk.loads,
-            disk_writes=self.disk.writes,
-            disk_failures=self.disk.failures,
-            slot_evictions=cache.device.evictions,
-            preemptions=transfer.swap_outs,
-            swap_ins=transfer.swap_ins,
-        )
-        new, self._reported = counters - self._reported, counters
-        return StepStats(
-            running=len(scheduler.running) + self.embedding.count,
-            leases=pool.size - pool.free_count - len(pool.retired),
-            cells_used=scheduler.cells_used,
-            cells_cached=cache.count_cached(scheduler.running.values()),
-            integrity_failures=scheduler.integrity_failures,
-            interrupted=self._interrupt.count,
-            prefix_bytes=cache.host.cached_bytes,
-            disk_bytes=self.disk.bytes,
-            swapped_bytes=cache.host.swapped_bytes,
-            draft_bytes=scheduler.draft_bytes,
-            **new,
-            **work,  # type: ignore[arg-type]
-        )
-
-
-def _make_cost_model(runner: ModelRunner) -> StepCostModel:
-    split = not runner.limits.unified
-    return StepCostModel(split=split, batch1=runner.draft_cost, records=runner.asynchronous)
-
-
-def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
-    used = config.prefix_cache and runner.info.generates
-    limit = (config.cache_disk_mb or 0) * MIB if used else 0
-    folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
-    return DiskKVCache(folder, limit, wake)

@@ -65,6 +65,8 @@ class PrefillBudget:
         more. Steps and not parts of steps, since small chunks are slow.
         """
         sequences = list(running)
+        if len(sequences) == 1 and not self.contended and sequences[0].computable <= self.batch_tokens:
+            return {sequences[0].id: sequences[0].computable}
         if all(sequence.pending == 1 for sequence in sequences):
             return {sequence.id: 1 for sequence in self._defer(sequences)}
         sequences.sort(key=attrgetter("arrival"))
@@ -96,7 +98,7 @@ class PrefillBudget:
         split KV, several at once are another ubatch that all of them wait for.
         """
         tokens, step = sequence.pending, self.cost.step
-        if tokens == 1 or not sequence.answering:
+        if tokens == 1 or sequence.num_computed < sequence.known:  # not yet answering
             return tokens > 1
         if rows == 1 or not self.cost.split or step is None:
             return True

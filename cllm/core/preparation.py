@@ -10,9 +10,9 @@ import contextlib
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner, Sampler
@@ -45,14 +45,11 @@ class Preparation:
         self._grammars, self._others = new_executor("cllm-grammars"), new_executor("cllm-samplers")
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
-        self._unused: SimpleQueue[Sampler] = SimpleQueue()  # of requests that ended before they started
+        self.unused: deque[Sampler] = deque()  # of requests that ended before they started
 
-    def submit(self, request: Request) -> Future[RequestParts] | None:
-        """Begin to prepare a request; None where there is nothing to prepare."""
-        looks_back = request.sampling.looks_back
-        if request.constraint is None and not looks_back:
-            return None
-        thread = self._others if looks_back else self._grammars
+    def submit(self, request: Request) -> Future[RequestParts]:
+        """Begin to prepare a request that has a grammar, or a sampler that looks back."""
+        thread = self._others if request.sampling.looks_back else self._grammars
         return self._watched(thread.submit(self._prepare, request))
 
     def warm_up(self) -> None:
@@ -69,8 +66,8 @@ class Preparation:
 
     def close_unused(self) -> None:
         """Free what was discarded. Owner thread only."""
-        while not self._unused.empty():
-            self._unused.get().close()
+        while self.unused:
+            self.unused.popleft().close()
 
     def close(self) -> None:
         """Wait for what is under way; nothing native is used afterwards."""
@@ -86,7 +83,7 @@ class Preparation:
         if future.cancelled() or future.exception() is not None:
             return
         if (sampler := future.result().sampler) is not None:
-            self._unused.put(sampler)
+            self.unused.append(sampler)
             self._wake()
 
     def _prepare(self, request: Request) -> RequestParts:

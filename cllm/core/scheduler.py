@@ -19,10 +19,11 @@ from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence, State
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE, StepCostModel
+from cllm.core.step_groups import StepGroup
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import (
@@ -31,6 +32,7 @@ from cllm.types import (
     Request,
     RequestOutput,
     TokenLogprob,
+    TokenMask,
 )
 
 
@@ -82,7 +84,7 @@ class FollowingBatch:
 log = logging.getLogger(__name__)
 
 
-class Scheduler:
+class Scheduler(StepGroup[Sequence]):
     """Owns every sequence from arrival to its one terminal output."""
 
     streams = True
@@ -99,21 +101,19 @@ class Scheduler:
         share_across_tenants: bool = False,
         spec_decode: SpecDecodePolicy | None = None,
     ) -> None:
-        self.runner = runner
-        self.budget = budget
+        super().__init__(runner, budget)
         self.pool = SlotPool(runner)
         self.running: dict[int, Sequence] = {}  # by slot
-        self._waiting: list[Sequence] = []  # oldest first; preempted ones go back to their old place
-        self._live: dict[str, Sequence] = {}  # waiting or running, by request id
+        self.waiting: list[Sequence] = []  # oldest first; preempted ones go back to their old place
         self._arrived = 0
         self._outputs = OutputWriter(runner.vocabulary)
         self._observed: tuple[Batch, StepResult] | None = None  # a step whose cost is not yet learned
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
-        self.layout = KVLayout.of(runner.limits)
+        self.layout = KVLayout(runner.limits)
         self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            *(runner, self.pool, self.transfer, budget.cost, host, disk, self.layout),
+            *(self.pool, self.transfer, disk, self.layout),
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -127,28 +127,15 @@ class Scheduler:
 
     # Requests in and out ---------------------------------------------------------------------------
 
-    def accepts(self, request: Request) -> bool:
-        return not request.embed and self.runner.info.generates
-
     def add(self, request: Request) -> None:
-        """Accept a request. It gets exactly one terminal output, whatever happens."""
-        assert request.id not in self._live, f"request {request.id} is here already"
+        assert request.id not in self.live, f"request {request.id} is here already"
         self._arrived += 1
         sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived)
         sequence.drafts = self._spec_decode.start(request)
-        sequence.preparing = self._preparation.submit(request)
-        self._live[request.id] = sequence
-        self._waiting.append(sequence)
-
-    def cancel(self, request_id: str) -> None:
-        """End a request now; one that is unknown or has ended is left alone."""
-        if (sequence := self._live.get(request_id)) is not None:
-            self._finish(sequence, FinishReason.CANCELLED)
-
-    def fail_all(self, error: CllmError) -> None:
-        """The engine ends: every request still here gets the error as its terminal output."""
-        for sequence in list(self._live.values()):
-            self._fail(sequence, error)
+        if request.constraint is not None or request.sampling.looks_back:
+            sequence.preparing = self._preparation.submit(request)
+        self.live[request.id] = sequence
+        self.waiting.append(sequence)
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order; detokenized while a GPU computes the next step."""
@@ -162,20 +149,24 @@ class Scheduler:
     # The step --------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """The next batch, or None when there is nothing to compute."""
-        self._preparation.close_unused()
-        self.transfer.begin_step()
+        if self._preparation.unused:
+            self._preparation.close_unused()
+        self.transfer.step_began_s = self.transfer.seconds
         self._admit_waiting()
-        self.prefix_cache.slots.tidy(self.running)
+        if len(self.running) > 1 or not self.layout.splits:
+            self.prefix_cache.slots.tidy(self.running)
         self._check_positions()
         counts = self.budget.schedule_tokens(self.running.values(), self._urgency)
-        limit_scored(self.running.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
-        masks, exhausted = self._masks.build(self.running.values(), counts)
-        for sequence, error in exhausted:
-            self._fail(sequence, error)
+        if any(sequence.unscored for sequence in self.running.values()):
+            limit_scored(self.running.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
+        masks: Mapping[str, TokenMask] = {}
+        if masked := [sequence for sequence in self.running.values() if sequence.stopping.masks]:
+            masks, exhausted = self._masks.build(masked, counts)
+            for sequence, error in exhausted:
+                self._fail(sequence, error)
         limits = self.runner.limits
         drafts: dict[int, list[int]] = {}
-        if self._spec_decode.drafts:
+        if self._spec_decode.max_tokens:
             able = [each for each in self.running.values() if each.id in counts or each.pending > 1]
             room, max_step_s = limits.batch_tokens - len(self.running), self.budget.max_step_s
             drafts = self._spec_decode.draft(able, self.budget.cost, room=room, max_step_s=max_step_s)
@@ -190,7 +181,7 @@ class Scheduler:
         # A pool has no gaps; recurrent states must not be moved about.
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
         if gaps and self.layout.splits and not self.runner.info.recurrent:
-            unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
+            unused = dict.fromkeys(self.pool.free, 0) | self.prefix_cache.device.lengths
             left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
@@ -198,12 +189,7 @@ class Scheduler:
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
 
-    def prepare_following(self, batch: Batch) -> None:
-        """While a batch is computed; none follows where a request waits for a slot."""
-        self.following.prepare(batch, {} if self._waiting else self.running)
-
     def update(self, batch: Batch, result: StepResult) -> None:
-        """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
         match result.status:
             case StepStatus.DONE:
                 self._observed = batch, result
@@ -243,14 +229,14 @@ class Scheduler:
         self._awaited.clear()
         limits = self.runner.limits
         loading = 0  # their slots are kept free: what is read is needed at once
-        for sequence in tuple(self._waiting):
-            free = min(self.pool.free_count, (limits.parallel or limits.sequences) - len(self.running))
+        for sequence in tuple(self.waiting):
+            free = min(len(self.pool.free), (limits.parallel or limits.sequences) - len(self.running))
             if free <= loading:
                 return
             if not self.layout.splits:
                 known = sum(len(other.tokens) for other in self.running.values())
-                if not self.layout.admits(len(sequence.tokens), known):
-                    return
+                if known and known + len(sequence.tokens) >= limits.cells:
+                    return  # it would preempt one at once
             match = None
             if startable := sequence.startable:
                 match = self.prefix_cache.find(sequence, self.running.values())
@@ -271,8 +257,8 @@ class Scheduler:
             return  # the last free ones could not be cleared
         lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None
-        self._waiting.remove(sequence)
-        sequence.move_to(State.RUNNING)
+        self.waiting.remove(sequence)
+        sequence.preempted = False
         self.running[lease.seq_id] = sequence
         stopping = sequence.stopping
         begins = stopping.sampler is None  # else it was preempted
@@ -287,7 +273,8 @@ class Scheduler:
             if sequence.swapped is not None:
                 self.transfer.swap_in(sequence)
             cut = self.prefix_cache.apply_match(sequence, match) if match is not None else 0
-            self.prefix_cache.plan_checkpoints(sequence)
+            if not self.transfer.cuttable:
+                self.prefix_cache.plan_checkpoints(sequence)
             log.debug(
                 "request %s in seq %d: %d cells kept, %d cut, %d tokens to compute",
                 *(sequence.id, slot, sequence.num_computed, cut, sequence.pending),
@@ -401,10 +388,10 @@ class Scheduler:
             return
         self.transfer.swap_out(sequence)
         log.debug("preempted request %s of seq %d: KV is full", sequence.id, sequence.seq_id)
-        sequence.move_to(State.PREEMPTED)
+        sequence.preempted = True
         self._release(sequence)
-        self._waiting.append(sequence)
-        self._waiting.sort(key=lambda waiting: waiting.arrival)
+        self.waiting.append(sequence)
+        self.waiting.sort(key=lambda waiting: waiting.arrival)
         self._kv_full = True
 
     # Ends ------------------------------------------------------------------------------------------
@@ -426,9 +413,8 @@ class Scheduler:
     ) -> None:
         """The one way out: one terminal output. The slot is free before the client can hear of the end."""
         usage = sequence.usage()
-        sequence.move_to(State.FINISHED)
         if sequence.lease is None:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             if sequence.preparing is not None:
                 self._preparation.discard(sequence.preparing)
         else:
@@ -442,7 +428,7 @@ class Scheduler:
             except Exception:
                 log.exception("a sampler could not be closed")
             stopping.sampler = None
-        del self._live[sequence.id]
+        del self.live[sequence.id]
         self._kv_full = False
         last: dict[str, Any] = {"finish_reason": reason, "usage": usage}
         if error is not None:
@@ -457,47 +443,35 @@ class Scheduler:
         lease, sequence.lease = sequence.lease, None
         assert lease is not None
         del self.running[lease.seq_id]
-        lease.release(keep=sequence.num_computed if content is not None else 0)
+        self.pool.release(lease, keep=sequence.num_computed if content is not None else 0)
         if content is not None:
             self.prefix_cache.insert(content)
 
     # What can be seen ------------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
-        return not self._live
-
-    @property
     def has_work(self) -> bool:
         """False when a step would compute nothing: none runs, and those waiting cannot start yet."""
-        return bool(self.running) or any(sequence.startable for sequence in self._waiting)
+        return bool(self.running) or any(sequence.startable for sequence in self.waiting)
 
     @property
     def loading_s(self) -> float | None:
         """How long until a sequence waits no longer for the disk; None if none does."""
-        return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
-
-    @property
-    def waiting(self) -> tuple[Sequence, ...]:
-        """The requests that wait for a slot, preempted ones too, oldest first."""
-        return tuple(self._waiting)
-
-    @property
-    def cells_used(self) -> int:
-        return self.layout.count(self.running.values())
-
-    @property
-    def draft_bytes(self) -> int:
-        """RAM of the n-gram indexes of all sequences."""
-        return sum(sequence.drafts.memory_bytes for sequence in self._live.values() if sequence.drafts)
+        return min((one.loading.left_s for one in self.waiting if one.loading is not None), default=None)
 
     def check_idle(self) -> None:
         """Integrity check, KV accounting: idle means that only what is cached is held.
 
         Raises IntegrityError naming what is left over.
         """
-        left = self.pool.leftovers(self.prefix_cache.device.lengths)
-        left += [f"request {name}" for name in self._live]
+        cached = self.prefix_cache.device.by_slot
+        left = [f"lease of slot {seq_id}" for seq_id in sorted(self.pool.held)]
+        for seq_id in set(range(self.pool.size)) - self.pool.retired:
+            cells = self.runner.next_position(seq_id)
+            known = cached[seq_id].position if seq_id in cached else 0
+            if cells != known:
+                left.append(f"{cells} cells in slot {seq_id}" + (f" instead of {known}" if known else ""))
+        left += [f"request {name}" for name in self.live]
         if left:
             self.integrity_failures += 1
             raise IntegrityError(f"idle, but not empty: {', '.join(left)}")

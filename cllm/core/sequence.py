@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
-from enum import Enum
 
 from cllm.backend.base import KVState, ModelRunner, Row
 from cllm.core.drafts import DraftState, common_length
@@ -18,25 +16,6 @@ from cllm.core.slot_pool import SlotLease
 from cllm.core.stopping import Stopping
 from cllm.errors import EngineError
 from cllm.types import Request, TokenLogprob, TokenMask, Usage, Vocabulary
-
-log = logging.getLogger(__name__)
-
-
-class State(Enum):
-    """WAITING → RUNNING → FINISHED, with RUNNING → PREEMPTED → RUNNING under KV pressure."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
-
-
-_ALLOWED = {
-    State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.PREEMPTED, State.FINISHED},
-    State.PREEMPTED: {State.RUNNING, State.FINISHED},
-    State.FINISHED: set[State](),
-}
 
 
 class Sequence:
@@ -54,7 +33,7 @@ class Sequence:
         self.known = len(self.tokens)  # when it came
         self.num_computed = 0
         self.segments = [CellSegment(0)]  # of its cells, in order; what it computes next is in the last
-        self.state = State.WAITING
+        self.preempted = False  # it ran, and waits for cells to go on
         self.lease: SlotLease | None = None
         self.stopping = Stopping(request, self.tokens, capacity)
         self.preparing: Future[RequestParts] | None = None  # done before it may start
@@ -100,11 +79,6 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def answering(self) -> bool:
-        """What it came with is computed: what is pending was sampled, or forced by a grammar."""
-        return self.num_computed >= self.known
-
-    @property
     def startable(self) -> bool:
         """Whether what it waits for, if anything, is prepared (or refused)."""
         prepared = self.preparing is None or self.preparing.done()
@@ -136,11 +110,6 @@ class Sequence:
         self.segments = [segment for segment in self.segments if segment.begin < length]
         if not self.segments or self.segments[-1].shared:
             self.segments.append(CellSegment(length))
-
-    def move_to(self, state: State) -> None:
-        """Change state; raises AssertionError for a transition that does not exist."""
-        assert state in _ALLOWED[self.state], f"{self.id}: {self.state.value} → {state.value}"
-        self.state = state
 
     def row(self, count: int, drafts: Tokens[int] = (), mask: TokenMask | None = None) -> Row:
         """Its part of a step: the next `count` pending tokens, and what is wanted after the last of them.

@@ -46,7 +46,7 @@ class SpecDecodePolicy:
         share_across_tenants: bool = False,
     ) -> None:
         """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens  # of a draft; 0 where there are none
         self._rest, self._next_rest = 0, self.REST  # steps left without a look; and after the next one
         self._trial = self.TRIAL  # steps left to prove that they gain
         self._look = 0  # steps until the next one, at least
@@ -56,10 +56,6 @@ class SpecDecodePolicy:
         self._draft_model = draft_model
         self._across_tenants = share_across_tenants
 
-    @property
-    def drafts(self) -> bool:
-        return self._max_tokens > 0
-
     def start(self, request: Request) -> DraftState | None:
         """None where drafts are not wanted, or where a grammar would have to be asked about each.
 
@@ -68,7 +64,7 @@ class SpecDecodePolicy:
         if self._rest <= self.MAX_REST:  # not where drafts were tried and lost
             self._rest, self._next_rest = 0, self.REST
         constrained = request.constraint is not None and not request.constraint.triggers
-        if not self._max_tokens or not request.speculate or constrained:
+        if not self.max_tokens or not request.speculate or constrained:
             return None
         if self._draft_model is None:
             drafter, rate = self._new_drafter(), self.NGRAM_ACCEPTANCE
@@ -88,7 +84,7 @@ class SpecDecodePolicy:
         While drafts rest, several tokens at a time: that takes less.
         """
         self._steps += 1
-        for sequence in sequences if self._max_tokens else ():
+        for sequence in sequences if self.max_tokens else ():
             due = not self._resting or (sequence.arrival + self._steps) % self.LEARN_EVERY == 0
             if due and sequence.drafts is not None:
                 sequence.drafts.learn(sequence.tokens)
@@ -98,7 +94,7 @@ class SpecDecodePolicy:
 
         Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
         """
-        if not self._max_tokens or not cost.prices_drafts(rows):
+        if not self.max_tokens or not cost.prices_drafts(rows):
             return True
         self._rest -= self._rest > 0
         self._look -= self._look > 0
@@ -114,7 +110,7 @@ class SpecDecodePolicy:
         llama.cpp splits rows of different length into separate ubatches, which costs more than longer drafts
         win. Rows without a draft are padded where that is cheaper.
         """
-        if not (self._max_tokens and sequences) or any(sequence.pending > 1 for sequence in sequences):
+        if not (self.max_tokens and sequences) or any(sequence.pending > 1 for sequence in sequences):
             return {}
         rows = len(sequences)
         if self.rests(rows, cost):
@@ -154,7 +150,7 @@ class SpecDecodePolicy:
         return not self._rest
 
     def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
-        longest = self._max_tokens
+        longest = self.max_tokens
         if self._draft_model:  # its own time is in no cost: it drafts for few sequences at a time
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
         proposals: dict[int, DraftState] = {}

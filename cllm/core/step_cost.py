@@ -63,12 +63,6 @@ class StepShape(NamedTuple):
             tiled += pairs[1]
         return cls(ubatches, prefill, single, attended, tiled)
 
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """Steps of one kind are alike in size: each figure is within a factor of two (context: four)."""
-        context = int(self.attended + self.tiled) // max(1, self.prefill_tokens + self.rows)
-        return self.prefill_tokens.bit_length(), self.rows.bit_length(), context.bit_length() // 2
-
 
 def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:
     """Pairs of `count` tokens from `position` on: one by one, and in tiles if enough go `together`."""
@@ -196,16 +190,22 @@ class StepCostModel:
         """Learn from a finished step."""
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
-            self._observe_drafts(batch, max(seconds, result.period_s), result)
+            if len(batch.rows) == 1:
+                self._observe_lone(batch.rows[0], max(seconds, result.period_s))
+            else:
+                self._observe_drafts(batch, max(seconds, result.period_s), result)
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
             self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds - sampling_s)
 
     def observe_shape(self, shape: StepShape, seconds: float) -> None:
         seconds = max(seconds, TINY)
         self._number += 1
-        kind = self._samples.pop(shape.kind, None) or deque(maxlen=REMEMBERED)
-        kind.append(_Sample(shape, seconds, self._number))
-        self._samples[shape.kind] = kind  # the kind seen last is the last
+        # Steps of one kind are alike in size: each figure is within a factor of two (context: four).
+        context = int(shape.attended + shape.tiled) // max(1, shape.prefill_tokens + shape.rows)
+        kind = shape.prefill_tokens.bit_length(), shape.rows.bit_length(), context.bit_length() // 2
+        alike = self._samples.pop(kind, None) or deque(maxlen=REMEMBERED)
+        alike.append(_Sample(shape, seconds, self._number))
+        self._samples[kind] = alike  # the kind seen last is the last
         if len(self._samples) > self.MAX_KINDS:
             del self._samples[next(iter(self._samples))]
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
@@ -316,15 +316,8 @@ class StepCostModel:
         """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
         rows = len(batch.rows)
         longest = max(row.outputs for row in batch.rows) - 1
-        slowed = self.records and rows > 1 and self._observe_gain(batch, result, seconds) and not longest
-        if rows == 1:
-            self._observe_lone(batch.rows[0], seconds)
-        if (
-            rows == 1
-            or longest < 0
-            or batch.padding
-            or any(len(row.tokens) != row.outputs for row in batch.rows)
-        ):
+        slowed = self.records and self._observe_gain(batch, result, seconds) and not longest
+        if longest < 0 or batch.padding or any(len(row.tokens) != row.outputs for row in batch.rows):
             self._learn_drafted()
             return
         if not longest and self._drafted is not None and rows == self._drafted.rows:
@@ -358,6 +351,8 @@ class StepCostModel:
 
     def _observe_lone(self, row: Row, seconds: float) -> None:
         """In a long context, compare a step with drafts with a plain one near it, until that is known."""
+        if self._drafted is not None:
+            self._learn_drafted()
         context, drafted = row.position, row.outputs - 1
         after_plain, self._after_plain = self._after_plain, not drafted
         if context < LONG_CONTEXT or len(row.tokens) != row.outputs:

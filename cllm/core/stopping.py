@@ -113,8 +113,12 @@ class Stopping:
 
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
         """Append sampled tokens, and those that are then forced, until something ends the answer."""
-        if self.plain and len(sampled) == 1:
-            return self._append_plain(sampled[0], vocabulary)
+        if self.plain and len(sampled) == 1:  # the usual case, which a GPU waits for
+            if vocabulary.is_end(sampled[0]) and not self._request.sampling.ignore_eos:
+                return Appended((), None, FinishReason.STOP, 0)
+            self._tokens.append(sampled[0])
+            full = len(self._tokens) >= self.token_limit
+            return Appended((sampled[0],), None, FinishReason.LENGTH if full else None, 1)
         begin, kept = len(self._tokens), 0
         texts: list[str] = []
         reason: FinishReason | None = None
@@ -147,14 +151,6 @@ class Stopping:
             texts.append(self.detokenizer.finish())
         text = "".join(texts) if request.stop else None
         return Appended(tuple(self._tokens[begin:]), text, reason, kept)
-
-    def _append_plain(self, token: int, vocabulary: Vocabulary) -> Appended:
-        """The same for the usual case, which a GPU waits for: one token of an answer without conditions."""
-        if vocabulary.is_end(token) and not self._request.sampling.ignore_eos:
-            return Appended((), None, FinishReason.STOP, 0)
-        self._tokens.append(token)
-        reason = FinishReason.LENGTH if len(self._tokens) >= self.token_limit else None
-        return Appended((token,), None, reason, 1)
 
     def _push(self, token: int, vocabulary: Vocabulary) -> str:
         """Append a token; returns the text that is now final, where it may stop the answer."""

@@ -21,13 +21,12 @@ class TokenMasks:
         self._grammars = MaskBuilder(vocabulary.size)
 
     def build(
-        self, running: Iterable[Sequence], counts: Mapping[str, int]
+        self, masked: Iterable[Sequence], counts: Mapping[str, int]
     ) -> tuple[dict[str, TokenMask], list[tuple[Sequence, CllmError]]]:
         """The masks of those that sample in this step, by request id; and those whose grammar is exhausted.
 
-        `counts`: how many tokens of each request are computed.
+        Some token of each is `masked`. `counts`: how many tokens of each request are computed.
         """
-        masked = (each for each in running if each.stopping.masks)
         sampling = [each for each in masked if counts.get(each.id, 0) == each.pending]
         masks: dict[str, TokenMask] = {}
         failed: list[tuple[Sequence, CllmError]] = []

@@ -30,7 +30,7 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
     driver.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
     driver.step(3)
     driver.land()
-    (victim,) = [lease for lease in driver.scheduler.pool.leases if lease.request_id == "r1"]
+    (victim,) = [lease for lease in driver.scheduler.pool.held.values() if lease.request_id == "r1"]
     computed = driver.runner.next_position(victim.seq_id)
     match tampering:
         case "cut":

@@ -82,7 +82,7 @@ def test_a_preempted_request_can_be_cancelled_and_gives_its_ram_back(
 ) -> None:
     driver = crowd(kind, opened, swap_space_mb=64)
     budget = swap_room(driver)
-    while swap_room(driver) == budget and not driver.scheduler.idle:
+    while swap_room(driver) == budget and driver.scheduler.live:
         driver.step()
     preempted = driver.scheduler.waiting[0].id  # it is older than who has not begun
     driver.scheduler.cancel(preempted)
@@ -102,7 +102,7 @@ def test_a_lone_sequence_that_cannot_go_on_ends_with_length(
     driver.filled = {3}
     driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     driver.step(30)
-    assert driver.scheduler.idle
+    assert not driver.scheduler.live
     answer = driver.answers["lone"]
     assert answer.finish_reason is FinishReason.LENGTH
     # 12 of the prompt and 8 of the answer are computed; the ninth is known but finds no room

@@ -41,7 +41,7 @@ class Watching:
     def finish(self) -> dict[str, Answer]:
         """Like `StepDriver.finish`, with the inbox read between two steps as the loop does."""
         for _ in range(MAX_STEPS):
-            if self.driver.scheduler.idle:
+            if not self.driver.scheduler.live:
                 break
             assert self.driver.core._take_commands()
             self.driver.step()

@@ -1,16 +1,39 @@
-"""A disk that does not answer, for the disk tier of an engine."""
+"""The disk tier of an engine: what comes from it, and a disk that does not answer."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from cllm.core.kv_cache.disk_cache import DiskThread, Operation
+from tests.driver.engine import StepDriver, Tokens, words
 
 LIMIT_S = 30.0
+PROMPT = words(1, 200)
+Start = Callable[..., StepDriver]
+
+
+def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> tuple[int, str]:
+    """Answer a prompt: how many of its tokens were cached, and where."""
+    return finish(driver, driver.add(prompt, 8, ignore_eos=True, **fields))
+
+
+def check(driver: StepDriver) -> None:
+    """Answer all requests, rightly."""
+    driver.finish()
+    for name in driver.requests:
+        driver.check_answer(name)
+
+
+def finish(driver: StepDriver, name: str) -> tuple[int, str]:
+    """Answer all requests: how many tokens of this one were cached, and where."""
+    check(driver)
+    usage = driver.usage(name)
+    return usage.cached_tokens, usage.cached_from
 
 
 class DiskGate:

@@ -244,7 +244,7 @@ class StepDriver:
         """Send a command to the cache, and wait for its answer as the loop does."""
         self.land()
         self.core._handle(command)
-        while not self.core.cache_calls.idle:
+        while self.core.cache_calls.calls:
             self.core.inbox.get(timeout=60)
             self.core.cache_calls.advance()
         self.check_invariants()
@@ -252,7 +252,7 @@ class StepDriver:
 
     def close_disk(self) -> None:
         """Write what is cached to disk, as at the end of the loop."""
-        self.core.disk.close(self.prefix_cache.candidates(), within_s=60)
+        self.core.disk.close(self.prefix_cache.loader.candidates(), within_s=60)
 
     # Answers ----------------------------------------------------------------------------------------
 
@@ -284,36 +284,33 @@ class StepDriver:
 
     def check_invariants(self) -> None:
         """What holds after every step."""
-        leases, pool = self.scheduler.pool.leases, self.scheduler.pool
+        pool, running = self.scheduler.pool, self.scheduler.running
         # Slots: each is held once, by a running request; the rest are free, or retired for ever.
-        held = {lease.seq_id for lease in leases}
-        assert len(held) == len({lease.request_id for lease in leases}) == len(leases)
-        assert len(held) == len(self.scheduler.running)
-        assert len(held) + pool.free_count + len(pool.retired) == pool.size
-        for lease in leases:
-            self.answers[lease.request_id].ids.add(lease.seq_id)
+        assert pool.held.keys() == running.keys()
+        assert len(pool.held) + len(pool.free) + len(pool.retired) == pool.size
+        for seq_id, lease in pool.held.items():
+            assert (lease.seq_id, lease.request_id) == (seq_id, running[seq_id].id)
+            self.answers[lease.request_id].ids.add(seq_id)
         # KV accounting in host RAM: no budget is exceeded.
         host = self.host_cache
         assert host.cached_bytes <= host.cached_limit and host.swapped_bytes <= host.swap_limit
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
         if self.runner.limits.unified and not pool.retired and not self.filled:
-            cached = self.prefix_cache.count_cached(self.scheduler.running.values())
-            assert self.scheduler.cells_used + cached == self.runner.cells_used, "each cell is counted once"
+            cells = sum(self.prefix_cache.count_cells(running.values()))
+            assert cells == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
             self._check_memory(self.runner.inner)
 
     def _check_memory(self, fake: FakeRunner) -> None:
         """A free slot holds what is cached there, a leased one only its own tokens; states are of theirs."""
-        device = self.prefix_cache.device
-        leases = {lease.seq_id: lease.request_id for lease in self.scheduler.pool.leases}
         for seq_id, memory in enumerate(fake.memory):
-            if (name := leases.get(seq_id)) is not None:
-                request = self.requests[name]
-                known = [*request.prompt.items, *request.generated_prefix, *self.answers[name].tokens]
+            if (lease := self.scheduler.pool.held.get(seq_id)) is not None:
+                request, answer = self.requests[lease.request_id], self.answers[lease.request_id]
+                known = [*request.prompt.items, *request.generated_prefix, *answer.tokens]
                 assert memory == known[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
-                content = device.get(seq_id)
+                content = self.prefix_cache.device.by_slot.get(seq_id)
                 assert memory == ([] if content is None else content.tokens.tolist())
         for entry in self.host_cache.entries:
             assert entry.state == np.array(entry.tokens, np.uint16).tobytes()
@@ -326,12 +323,7 @@ class StepDriver:
     def check_released(self) -> None:
         """Nothing is left: no lease, no cell in use, no sampler. What is cached is what the memory holds."""
         self.scheduler.check_idle()
-        self.core.embedding.check_idle()
-        assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
-        assert self.scheduler.cells_used == 0
-        cached = self.prefix_cache.device.lengths
-        for seq_id in range(self.runner.limits.sequences):
-            assert self.runner.next_position(seq_id) == cached.get(seq_id, 0)
+        assert self.core.idle and not self.scheduler.pool.retired
         assert self.runner.open_samplers == 0
         if isinstance(self.runner.inner, FakeRunner):
             assert self.runner.inner.embedding_memory == []
@@ -374,7 +366,7 @@ class StepDriver:
         """As a client does when the engine dies and is not replaced."""
         self.scheduler.fail_all(error)
         self.core.embedding.fail_all(error)
-        for output in (*self.scheduler.take_outputs(), *self.core.embedding.take_outputs()):
+        for output in (*self.scheduler.take_outputs(), *self.core.embedding.outputs):
             self.answers[output.request_id].take(output)
 
 

@@ -77,7 +77,7 @@ class KilledEngine:
             self._plan = msgspec.json.decode(self._path.read_bytes(), type=KillPlan)
         if self._plan is None or self._computes:
             return False
-        live = core.scheduler._live.values()
+        live = core.scheduler.live.values()
         self._computes = len(live) == self._plan.requests and all(one.startable for one in live)
         return not self._computes
 

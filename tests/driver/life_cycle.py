@@ -132,21 +132,21 @@ class Life:
         """What holds in every state, beside what the driver checks after each step."""
         driver, scheduler = self.driver, self.driver.scheduler
         driver.check_invariants()
-        leased = [lease.seq_id for lease in scheduler.pool.leases]
+        leased = list(scheduler.pool.held)
         cached = driver.prefix_cache.device.lengths
         assert len(leased) == len(set(leased)), "a slot is leased twice"
         assert not set(leased) & cached.keys(), "a slot is both leased and cached"
-        used = scheduler.cells_used + driver.prefix_cache.count_cached(scheduler.running.values())
+        used = sum(driver.prefix_cache.count_cells(scheduler.running.values()))
         assert used <= driver.runner.limits.cells
         for seq_id, sequence in scheduler.running.items():
             assert driver.runner.next_position(seq_id) == sequence.num_computed
         for seq_id, length in cached.items():
             assert driver.runner.next_position(seq_id) == length
-        if scheduler.idle and not driver.died:
+        if not scheduler.live and not driver.died:
             scheduler.check_idle()
         for name in self.added:
             ended = driver.answers[name].finish_reason is not None
-            assert not (ended and name in scheduler._live), "a request goes on after its terminal event"
+            assert not (ended and name in scheduler.live), "a request goes on after its terminal event"
         self.preempted = self.preempted or scheduler.transfer.swap_outs > 0
 
     def state(self) -> tuple[object, ...]:
@@ -165,10 +165,16 @@ class Life:
     def _describe(self, name: str) -> tuple[object, ...]:
         if name not in self.added:
             return ()
-        if (sequence := self.driver.scheduler._live.get(name)) is None:
+        if (sequence := self.driver.scheduler.live.get(name)) is None:
             return (self.driver.answers[name].finish_reason,)  # None: it is told with the next step
         slot = sequence.lease.seq_id if sequence.lease is not None else None
-        return (sequence.state, slot, len(sequence.tokens), sequence.num_computed, sequence.swapped is None)
+        return (
+            sequence.preempted,
+            slot,
+            len(sequence.tokens),
+            sequence.num_computed,
+            sequence.swapped is None,
+        )
 
     def drain(self) -> None:
         """Run until idle: each request has ended once, with the right text, and the engine serves another."""

@@ -10,7 +10,6 @@ from typing import Any
 from cllm.backend.base import (
     Batch,
     BatchKind,
-    Drafter,
     KVState,
     ModelRunner,
     Row,
@@ -24,6 +23,11 @@ from cllm.testing import FakeRunner, FakeSampler
 from cllm.types import SamplingParams, TokenLogprob, Vocabulary
 
 GREEDY = SamplingParams(temperature=0)
+
+
+def forward(name: str) -> Any:
+    """A method that the runner inside has."""
+    return lambda self, *given: getattr(self.inner, name)(*given)
 
 
 class CheckedRunner(ModelRunner):
@@ -42,6 +46,11 @@ class CheckedRunner(ModelRunner):
         self._cells: list[list[int]] = [[] for _ in range(inner.limits.sequences)]  # by name, of each slot
         self._cell_count = 0
         self._failed: StepResult | None = None  # of the step in flight
+
+    interrupt, close, create_drafter = map(forward, ("interrupt", "close", "create_drafter"))
+    next_position, min_length, settle = map(forward, ("next_position", "min_length", "settle"))
+    checkpoint, state_bytes = map(forward, ("checkpoint", "state_bytes"))
+    open_embedding, reset_embedding = map(forward, ("open_embedding", "reset_embedding"))
 
     def submit(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
@@ -81,27 +90,9 @@ class CheckedRunner(ModelRunner):
         """Cells in use, as a unified KV counts them: a copy shares those of its source."""
         return len({cell for cells in self._cells for cell in cells})
 
-    def interrupt(self, stop: bool) -> None:
-        self.inner.interrupt(stop)
-
     def create_sampler(self, params: SamplingParams) -> Sampler:
         self.samplers.append(self.inner.create_sampler(params))
         return self.samplers[-1]
-
-    def next_position(self, seq_id: int) -> int:
-        return self.inner.next_position(seq_id)
-
-    def min_length(self, seq_id: int) -> int:
-        return self.inner.min_length(seq_id)
-
-    def settle(self, seq_id: int) -> bool:
-        return self.inner.settle(seq_id)
-
-    def checkpoint(self, seq_id: int) -> KVState | None:
-        return self.inner.checkpoint(seq_id)
-
-    def state_bytes(self, seq_id: int) -> int:
-        return self.inner.state_bytes(seq_id)
 
     def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         try:
@@ -122,18 +113,6 @@ class CheckedRunner(ModelRunner):
         restored = self.inner.restore(seq_id, state)
         self._follow(seq_id)
         return restored
-
-    def open_embedding(self) -> None:
-        self.inner.open_embedding()
-
-    def reset_embedding(self) -> None:
-        self.inner.reset_embedding()
-
-    def create_drafter(self, tenant: str | None) -> Drafter | None:
-        return self.inner.create_drafter(tenant)
-
-    def close(self) -> None:
-        self.inner.close()
 
     @property
     def open_samplers(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, VOCABULARY_SIZE
-from cllm.types import SamplingParams
+from cllm.types import ConstraintSpec, FinishReason, SamplingParams
+from tests.driver.engine import StepDriver
 
 Tokens = tuple[int, ...]
 
@@ -67,3 +68,22 @@ def foresight(
     answers: Mapping[Tokens, Sequence[int]], wrong: float = 0.0, seed: int = 0
 ) -> Callable[[], Foresight]:
     return lambda: Foresight(answers, wrong, seed)
+
+
+PROMPT = tuple(b"a prompt")
+
+
+def answer(
+    written: Sequence[int],
+    constraint: ConstraintSpec | None = None,
+    max_tokens: int = 60,
+    drafts: float | None = None,
+    **fields: Any,
+) -> tuple[str, FinishReason, StepDriver]:
+    """The answer to one request whose model wants to write this, with drafts of which a part is wrong."""
+    answers = {PROMPT: list(written)}
+    options: dict[str, Any] = {"new_drafter": foresight(answers, drafts)} if drafts is not None else {}
+    driver = StepDriver(WrittenRunner(answers), **options)
+    name = driver.add(PROMPT, max_tokens, constraint=constraint, **fields)
+    driver.finish()
+    return driver.text(name), driver.outcome(name), driver

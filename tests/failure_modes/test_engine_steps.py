@@ -56,7 +56,7 @@ def test_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> Non
     driver.filled.add(1)
     driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     driver.step(30)
-    assert driver.scheduler.idle and driver.answers["lone"].finish_reason is FinishReason.LENGTH
+    assert not driver.scheduler.live and driver.answers["lone"].finish_reason is FinishReason.LENGTH
     driver.runner.truncate(1, 0)
 
 

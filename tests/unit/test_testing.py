@@ -27,7 +27,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     for number, tokens in enumerate((prompt, other)):
         stops = stop if number == 0 else ()
         loop.scheduler.add(Request(id=str(number), prompt=Prompt(tuple(tokens)), max_tokens=500, stop=stops))
-    while not loop.scheduler.idle:
+    while loop.scheduler.live:
         loop.step()
     loop.scheduler.check_idle()
     deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.outputs]

@@ -27,28 +27,22 @@ class CacheCalls:
         self._cache = cache
         self._disk = disk
         self._emit = emit
-        self._calls: deque[tuple[int, _Work]] = deque()
+        self.calls: deque[tuple[int, _Work]] = deque()
         self._operation: Future[Any] | None = None  # what the first of them waits for
-
-    @property
-    def idle(self) -> bool:
-        return not self._calls
-
-    @property
-    def stall_s(self) -> float | None:
-        """After how many seconds to `advance` at the latest; None while there is no call."""
-        return STALL_LIMIT_S if self._calls else None
 
     def add(self, command: ClearCache | UseSlot) -> None:
         """Begin a call, or queue it behind the others."""
         work = self._clear(command) if isinstance(command, ClearCache) else self._use(command)
-        self._calls.append((command.call_id, work))
+        self.calls.append((command.call_id, work))
         self.advance()
 
     def advance(self) -> None:
-        """Answer the calls whose operation is done, or whose disk does not answer; begin the next."""
-        while self._calls:
-            call_id, work = self._calls[0]
+        """Answer the calls whose operation is done, or whose disk does not answer; begin the next.
+
+        To be called when the disk has answered, and while there are calls at least every `STALL_LIMIT_S`.
+        """
+        while self.calls:
+            call_id, work = self.calls[0]
             try:
                 if self._operation is None:
                     self._operation = next(work)
@@ -62,7 +56,7 @@ class CacheCalls:
             except Exception as error:
                 self._emit(CacheDone(call_id, failure=_explain(error)))
             self._operation = None
-            self._calls.popleft()
+            self.calls.popleft()
 
     def _clear(self, command: ClearCache) -> _Work:
         prefixes, tokens = self._cache.clear()

@@ -10,10 +10,9 @@ from functools import partial
 from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, Loading
 from cllm.core.kv_cache.disk_folder import DiskEntry
 from cllm.core.kv_cache.prefix_index import Match
-from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, HostKVCache, SlotContent, count_bytes
+from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import StepCostModel
 
 
 class DiskLoader:
@@ -22,13 +21,11 @@ class DiskLoader:
     A sequence never waits longer than it would take to compute what it waits for.
     """
 
-    def __init__(
-        self, disk: DiskKVCache, host: HostKVCache, transfer: KVTransfer, cost: StepCostModel
-    ) -> None:
+    def __init__(self, disk: DiskKVCache, device: DeviceKVCache, transfer: KVTransfer) -> None:
         self._disk = disk
-        self._host = host
+        self._device = device
         self._transfer = transfer
-        self._cost = cost
+        self._host, self._cost = transfer.host, transfer.cost
 
     def take(self, sequence: Sequence) -> None:
         """The wait of a sequence is over, if it did wait: put what was read into RAM."""
@@ -77,21 +74,21 @@ class DiskLoader:
         length = match.value.longest_cut(match.length).length
         return length * self._transfer.token_s - self._disk.load_s(size) - self._cost.restore_s(size)
 
-    def candidates(self, device: DeviceKVCache) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """What could be written to disk, as it is now: slots, then RAM, each most recently used first."""
         # Weakly: what is pushed out meanwhile is not kept by this.
-        contents = [weakref.ref(content) for content in reversed(device.entries)]
+        contents = [weakref.ref(content) for content in reversed(self._device.entries)]
         entries = [weakref.ref(entry) for entry in reversed(self._host.entries)]
         for content in filter(None, (known() for known in contents)):
             size = self._transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
             if size > self._host.limit:  # what a state in RAM may take, if only for a moment
                 continue
-            save = partial(self._save, device, content)
+            save = partial(self._save, content)
             yield Candidate(content.tenant, content.tokens, size, self._cost.save_s(size), save)
         for known in entries:
             if (entry := known()) is not None:
                 yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, known)
 
-    def _save(self, device: DeviceKVCache, content: SlotContent) -> Entry | None:
+    def _save(self, content: SlotContent) -> Entry | None:
         """The slot may have been leased meanwhile."""
-        return self._transfer.read_entry(content) if content in device.entries else None
+        return self._transfer.read_entry(content) if content in self._device.entries else None

@@ -7,20 +7,18 @@ continued in place, or its prefix is copied where cutting it would destroy what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
-from cllm.core.kv_cache.layout import KVLayout
+from cllm.core.kv_cache.layout import KVLayout, share_cells
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut, plan_stops, thin_checkpoints
 from cllm.core.kv_cache.slot_choice import SlotChoice
-from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, HostKVCache, SlotContent, count_bytes
+from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
-from cllm.core.step_cost import StepCostModel
 from cllm.errors import InvalidRequest, StorageFailed
 
 log = logging.getLogger(__name__)
@@ -46,27 +44,24 @@ class PrefixCache:
 
     def __init__(
         self,
-        runner: ModelRunner,
         pool: SlotPool,
         transfer: KVTransfer,
-        cost: StepCostModel,
-        host: HostKVCache,
         disk: DiskKVCache,
         layout: KVLayout,
         *,
         keeps: bool,
         across_tenants: bool,
     ) -> None:
-        self._runner = runner
+        self._runner = transfer.runner
         self._pool = pool
         self._transfer = transfer
-        self._cost = cost
-        self.host = host
+        self._cost = transfer.cost
+        self.host = transfer.host
         self.device = DeviceKVCache(pool)
-        self.loader = DiskLoader(disk, host, transfer, cost)
+        self.loader = DiskLoader(disk, self.device, transfer)
         self._keeps = keeps
         self._across_tenants = across_tenants
-        self.slots = SlotChoice(runner, pool, self.device, transfer, cost, layout)
+        self.slots = SlotChoice(self.device, transfer, layout)
         self._cuttable = transfer.cuttable
         self.layout = layout
         self.hits = self.hit_tokens = 0  # in all
@@ -181,9 +176,10 @@ class PrefixCache:
         origin = match.origin if match is not None else None
         content = origin if isinstance(origin, SlotContent) else None
         length = match.length if match is not None else 0
-        needed = len(sequence.tokens) + 1
-        needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
-        self.slots.make_room(needed, running.values(), content)
+        if not self.layout.splits:
+            needed = len(sequence.tokens) + 1
+            needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
+            self.slots.make_room(needed, running.values(), content)
         if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
         restores = isinstance(origin, Entry) or sequence.swapped is not None
@@ -220,8 +216,8 @@ class PrefixCache:
             sequence.segments = origin.segments
         sequence.checkpoints = list(origin.checkpoints)
         sequence.cut_to(held)
-        if copied and not isinstance(origin, Entry):
-            sequence.segments = self.layout.share(origin, held) or sequence.segments
+        if copied and not self.layout.splits and not isinstance(origin, Entry):
+            sequence.segments = share_cells(origin, held)
         if first_start and held:  # a preempted one has computed this before
             sequence.cached_tokens = held
             from_disk = sequence.loaded is not None and origin is sequence.loaded.value
@@ -266,7 +262,7 @@ class PrefixCache:
 
     def keep(self, sequence: Sequence) -> SlotContent | None:
         """What the slot of a sequence that ends is to be kept for; None if it is to be cleared."""
-        if sequence.answering:
+        if sequence.num_computed >= sequence.known:  # it has begun to answer
             self.slots.answer_tokens.observe(len(sequence.tokens) - len(sequence.request.prompt))
         if not self._keeps or not sequence.request.reuse or sequence.num_computed < MIN_RESTORE_TOKENS:
             return None
@@ -289,7 +285,7 @@ class PrefixCache:
         self.device.insert(content)
 
     def plan_checkpoints(self, sequence: Sequence) -> None:
-        """Before a prompt is computed: where memory that cannot be cut is saved on the way."""
+        """Before a prompt is computed in memory that cannot be cut: where that is saved on the way."""
         info = self._runner.info
         needed = info.recurrent or sequence.stopping.token_limit > info.sliding_window > 0
         if needed and sequence.request.reuse and self.host.cached_limit:
@@ -327,13 +323,9 @@ class PrefixCache:
         held = (tuple(sequence.checkpoints), min_length, sequence.position)
         return SlotContent(sequence.seq_id, self._key(sequence), tokens, sequence.segments, *held)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """What could be written to disk."""
-        return self.loader.candidates(self.device)
-
     def read_slot(self, seq_id: int) -> Entry:
         """What a free slot holds, as an entry that is in no tier. Raises InvalidRequest or StorageFailed."""
-        content = self.device.get(seq_id)
+        content = self.device.by_slot.get(seq_id)
         if content is None:
             message = "id_slot: this slot computes or holds nothing; `cached` of /debug/kv has those that do"
             raise InvalidRequest(message, "id_slot")
@@ -344,7 +336,7 @@ class PrefixCache:
 
     def erase(self, seq_id: int) -> SlotContent | None:
         """Forget what a free slot holds, in RAM too, and return it."""
-        content = self.device.get(seq_id)
+        content = self.device.by_slot.get(seq_id)
         if content is not None:
             for entry in self.host.covered(content):
                 self.host.drop(entry)
@@ -363,9 +355,10 @@ class PrefixCache:
         """Empty every free slot."""
         for content in tuple(self.device.entries):
             self.device.remove(content)
-        for seq_id in self._pool.free_ids:
+        for seq_id in tuple(self._pool.free):
             self._pool.clear(seq_id)
 
-    def count_cached(self, running: Collection[Sequence]) -> int:
-        """Cells that free slots keep, beside those of running sequences."""
-        return self.layout.count([*running, *self.device.entries]) - self.layout.count(running)
+    def count_cells(self, running: Collection[Sequence]) -> tuple[int, int]:
+        """Cells of running sequences, and those that free slots keep beside them."""
+        used = self.layout.count(running)
+        return used, self.layout.count([*running, *self.device.entries]) - used

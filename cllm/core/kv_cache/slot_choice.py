@@ -5,35 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Set
 from itertools import islice
 
-from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.slot_moves import SlotMoves
 from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotPool
-from cllm.core.step_cost import TILE, RunningMedian, StepCostModel, StepShape
+from cllm.core.step_cost import TILE, RunningMedian, StepShape
 
 
 class SlotChoice:
     """Chooses slots by what they hold, by when that was last used, and so that the running ids are dense."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        pool: SlotPool,
-        device: DeviceKVCache,
-        transfer: KVTransfer,
-        cost: StepCostModel,
-        layout: KVLayout,
-    ) -> None:
-        self._runner = runner
-        self._pool = pool
+    def __init__(self, device: DeviceKVCache, transfer: KVTransfer, layout: KVLayout) -> None:
+        self._runner, self._pool = transfer.runner, device.pool
         self._device = device
         self._transfer = transfer
-        self._cost = cost
+        self._cost = transfer.cost
         self._layout = layout
-        self._moves = SlotMoves(runner, pool, device, transfer, self.evict_one)
+        self._moves = SlotMoves(device, transfer, self.evict_one)
         self.answer_tokens = RunningMedian(TILE)  # of a request
 
     def continue_slot(
@@ -61,6 +50,8 @@ class SlotChoice:
         while not (empty := self._device.empty_slots()):
             if not self.evict_one(keep, others=bool(running)):
                 return None
+        if not running:
+            return empty[0]
         nearest = densest(empty, running)
         if restores and self._moves.on_device:
             return nearest
@@ -94,16 +85,19 @@ class SlotChoice:
         return True
 
     def make_room(self, needed: int, running: Collection[Sequence], keep: SlotContent | None) -> None:
-        """Cached cells give way to those that a sequence needs."""
-        while self._layout.missing(needed, running, self._device.entries) and self.evict_one(keep):
+        """Unified KV: cached cells give way to those that a sequence needs."""
+        cells = self._runner.limits.cells - needed
+        while self._layout.count([*running, *self._device.entries]) > cells and self.evict_one(keep):
             pass
 
     def tidy(self, running: dict[int, Sequence]) -> None:
-        """Before a step: it shall not pay for what free slots hold, nor for gaps between the running ones."""
+        """Before a step of several, or in unified KV: it shall not pay for free slots, nor for gaps."""
         if self._layout.splits:
             self._close_gap(running)
-        elif self._layout.excess(running.values(), self._device.entries):
-            self.evict_one()
+        elif running and self._device.entries:
+            used, count = running.values(), self._layout.count
+            if count([*used, *self._device.entries]) > 2 * count(used):
+                self.evict_one()
 
     # Gaps ------------------------------------------------------------------------------------------
 
@@ -115,20 +109,20 @@ class SlotChoice:
         """
         if not self._layout.splits or not running:
             return slot
-        target = densest(self._pool.free_ids, running)
+        target = densest(self._pool.free, running)
         saved_s = self._gap_s({*running, slot}, {*running, target}, running) * self._steps_left(sequence)
-        content = self._device.get(slot)
+        content = self._device.by_slot.get(slot)
         cells = len(content.tokens) if content is not None else 0
         if saved_s <= self._moves.cost_s(cells, target, keep=content):
             return slot
         if self._moves.exchange(slot, target):
             return target
-        return slot if slot in self._pool.free_ids else None
+        return slot if slot in self._pool.free else None
 
     def _close_gap(self, running: dict[int, Sequence]) -> None:
         """Where it pays, move a running sequence towards the others; one a step, until a gap is closed."""
         ids = running.keys()
-        if count_runs(ids) < 2 or not self._pool.free_count:
+        if count_runs(ids) < 2 or not self._pool.free:
             return
         edge, hole, moves, dense = min(
             (self._plan(ids, top) for top in (True, False)), key=lambda plan: plan[2]
@@ -143,7 +137,7 @@ class SlotChoice:
         length = next(count for count in range(1, len(ids) + 1) if edge + inwards * count not in ids)
         run = {edge + inwards * place for place in range(length)}
         rest = ids - run
-        usable = (self._pool.free_ids | run) - rest
+        usable = (self._pool.free | run) - rest
         order = range(min(rest), self._pool.size) if top else range(max(rest), -1, -1)
         places = list(islice((seq_id for seq_id in order if seq_id in usable), length))
         return edge, places[0], len(run.difference(places)), rest | set(places)

@@ -6,11 +6,10 @@ import logging
 import math
 from collections.abc import Callable
 
-from cllm.backend.base import KVState, ModelRunner
+from cllm.backend.base import KVState
 from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotPool
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +22,9 @@ class SlotMoves:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        pool: SlotPool,
-        device: DeviceKVCache,
-        transfer: KVTransfer,
-        evict_one: Callable[[SlotContent | None], bool],
+        self, device: DeviceKVCache, transfer: KVTransfer, evict_one: Callable[[SlotContent | None], bool]
     ) -> None:
-        self._runner = runner
-        self._pool = pool
+        self._runner, self._pool = transfer.runner, device.pool
         self._device = device
         self._transfer = transfer
         self._evict_one = evict_one
@@ -46,7 +39,7 @@ class SlotMoves:
 
         `keep` is what the first of them holds, unless a sequence runs there.
         """
-        content = self._device.get(target)
+        content = self._device.by_slot.get(target)
         held = len(content.tokens) if content is not None else 0
         copy_s = self._runner.stream_copy_s
         if copy_s is None:
@@ -62,7 +55,7 @@ class SlotMoves:
         """Free slots: what the first holds is in the second afterwards; False if not, or if it is lost."""
         if not self.on_device:
             return self._exchange_in_ram(first, second)
-        content = self._device.get(first)
+        content = self._device.by_slot.get(first)
         if content is None:
             return self._copy_content(second, first)
         return self._empty(second, keep=content) and self._copy_content(first, second)
@@ -88,14 +81,14 @@ class SlotMoves:
         """Empty a free slot; what it holds goes to an empty one. False if it still holds it."""
         if not self._device.empty_slots():
             self._evict_one(keep)
-        if self._device.get(slot) is None:
-            return slot in self._pool.free_ids  # one that could not be cleared is retired
+        if self._device.by_slot.get(slot) is None:
+            return slot in self._pool.free  # one that could not be cleared is retired
         empty = self._device.empty_slots()
         return bool(empty) and self._copy_content(slot, empty[0])
 
     def _copy_content(self, source: int, target: int) -> bool:
         """What a free slot holds goes to an empty one; False if not, or if it is lost."""
-        content = self._device.get(source)
+        content = self._device.by_slot.get(source)
         if content is None:
             return True
         if not self._copy(source, target, content.position):
@@ -122,7 +115,7 @@ class SlotMoves:
     # By way of RAM ---------------------------------------------------------------------------------
 
     def _move_in_ram(self, running: dict[int, Sequence], edge: int, hole: int) -> None:
-        sequence, content = running[edge], self._device.get(hole)
+        sequence, content = running[edge], self._device.by_slot.get(hole)
         state = self._save(edge)
         kept = self._save(hole) if content is not None else None
         if state is None or (content is not None and kept is None):
@@ -139,7 +132,8 @@ class SlotMoves:
                 self._device.insert(content)
 
     def _exchange_in_ram(self, first: int, second: int) -> bool:
-        contents = [content for place in (first, second) if (content := self._device.get(place)) is not None]
+        found = (self._device.by_slot.get(place) for place in (first, second))
+        contents = [content for content in found if content is not None]
         states = [self._save(content.seq_id) for content in contents]
         if None in states:
             return False

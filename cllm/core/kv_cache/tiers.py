@@ -150,42 +150,39 @@ class DeviceKVCache(PrefixTier[SlotContent]):
 
     def __init__(self, pool: SlotPool) -> None:
         super().__init__()
-        self._pool = pool
-        self._by_slot: dict[int, SlotContent] = {}
+        self.pool = pool
+        self.by_slot: dict[int, SlotContent] = {}
         self.evictions = 0
 
     @property
     def lengths(self) -> dict[int, int]:
         """The next position of each slot, as the KV memory must have it."""
-        return {seq_id: content.position for seq_id, content in self._by_slot.items()}
-
-    def get(self, seq_id: int) -> SlotContent | None:
-        return self._by_slot.get(seq_id)
+        return {seq_id: content.position for seq_id, content in self.by_slot.items()}
 
     def insert(self, entry: SlotContent) -> None:
         super().insert(entry)
-        self._by_slot[entry.seq_id] = entry
+        self.by_slot[entry.seq_id] = entry
 
     def remove(self, entry: SlotContent) -> bool:
         """Its slot is about to be leased or cleared."""
-        self._by_slot.pop(entry.seq_id, None)
+        self.by_slot.pop(entry.seq_id, None)
         return super().remove(entry)
 
     def clear(self, entry: SlotContent) -> None:
         """Forget a content and empty its slot."""
         if self.remove(entry):
-            self._pool.clear(entry.seq_id)
+            self.pool.clear(entry.seq_id)
 
     def exchange(self, first: int, second: int) -> None:
         """The contents of two slots are exchanged."""
-        contents = (self._by_slot.pop(first, None), self._by_slot.pop(second, None))
+        contents = (self.by_slot.pop(first, None), self.by_slot.pop(second, None))
         for content, seq_id in zip(contents, (second, first), strict=True):
             if content is not None:
                 content.seq_id = seq_id
-                self._by_slot[seq_id] = content
+                self.by_slot[seq_id] = content
 
     def empty_slots(self) -> list[int]:
-        return sorted(self._pool.free_ids - self._by_slot.keys())
+        return sorted(self.pool.free - self.by_slot.keys())
 
     def next_victim(self, keep: SlotContent | None = None) -> SlotContent | None:
         """The content to be evicted next, other than `keep`."""

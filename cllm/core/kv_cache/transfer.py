@@ -33,46 +33,42 @@ class KVTransfer:
     DEFAULT_TOKEN_S = MILLISECOND  # to compute a token, until it was measured
 
     def __init__(self, runner: ModelRunner, budget: PrefillBudget, host: HostKVCache) -> None:
-        self._runner = runner
+        self.runner = runner
         self._budget = budget
-        self._cost = budget.cost
-        self._host = host
+        self.cost = budget.cost
+        self.host = host
         self.cuttable = not (runner.info.recurrent or runner.info.sliding_window)
         # Where a copy from slot to slot only names the same cells once more.
         self.copies_free = self.cuttable and runner.limits.unified
         self._last_state = (1, 0)  # tokens and bytes of a state: what to expect of the next
-        self._step_began_s = 0.0  # `seconds` then
+        self.step_began_s = 0.0  # `seconds` then: what saving may take of a step is bounded
         self.seconds = 0.0  # in all
         self.saves = self.swap_outs = self.swap_ins = 0  # in all
-
-    def begin_step(self) -> None:
-        """Saving may keep the others of a step waiting for a bounded time."""
-        self._step_began_s = self.seconds
 
     # Costs -----------------------------------------------------------------------------------------
 
     @property
     def token_s(self) -> float:
         """Seconds to compute a token of a prompt."""
-        return self._cost.prefill_token_s or self.DEFAULT_TOKEN_S
+        return self.cost.prefill_token_s or self.DEFAULT_TOKEN_S
 
     def observe_slot(self, seq_id: int, tokens: int) -> None:
         """Learn what a state takes before the first is saved."""
         if not self._last_state[1]:
-            self._last_state = (tokens, self._runner.state_bytes(seq_id))
+            self._last_state = (tokens, self.runner.state_bytes(seq_id))
 
     def state_bytes(self, tokens: int) -> int:
         """What a state will take, judging by the last; it does not grow in a recurrent model."""
         last_tokens, last_bytes = self._last_state
-        return last_bytes if self._runner.info.recurrent else last_bytes * tokens // last_tokens
+        return last_bytes if self.runner.info.recurrent else last_bytes * tokens // last_tokens
 
     def move_s(self, size: int) -> float:
         """Seconds to save a state and to restore it."""
-        return self._cost.save_s(size) + self._cost.restore_s(size)
+        return self.cost.save_s(size) + self.cost.restore_s(size)
 
     def can_move(self, size: int) -> bool:
         """Whether a state may be moved while others wait: in RAM, and within the inter-token target."""
-        return size <= self._host.limit and self.move_s(size) <= self._budget.target_s
+        return size <= self.host.limit and self.move_s(size) <= self._budget.target_s
 
     def copy_s(self, tokens: int) -> float:
         """Seconds to copy what a slot holds to another: the whole KV stream, or by way of RAM."""
@@ -82,16 +78,16 @@ class KVTransfer:
         return min(through_ram, self._stream_s()) if self.cuttable else through_ram
 
     def _stream_s(self) -> float:
-        measured = self._runner.stream_copy_s
+        measured = self.runner.stream_copy_s
         if measured is not None:
             return measured
-        return self._cost.restore_s(self.state_bytes(self._runner.limits.sequence_cells))
+        return self.cost.restore_s(self.state_bytes(self.runner.limits.sequence_cells))
 
     def loss_s(self, content: SlotContent, keep: int = 0) -> float:
         """Seconds it will take to have again what is lost when a slot is cut to its first `keep` tokens."""
         computing = (len(content.tokens) - keep) * self.token_s
         size = self.state_bytes(len(content.tokens))
-        stored = content.mostly_beyond(keep) and self._host.could_hold(size)
+        stored = content.mostly_beyond(keep) and self.host.could_hold(size)
         return min(computing, self.move_s(size)) if stored else computing
 
     # Slots and RAM ---------------------------------------------------------------------------------
@@ -99,7 +95,7 @@ class KVTransfer:
     def save(self, seq_id: int) -> KVState | None:
         """As `ModelRunner.save`."""
         started = time.perf_counter()
-        state = self._runner.save(seq_id)
+        state = self.runner.save(seq_id)
         if state is not None:
             self._observe(len(state), time.perf_counter() - started, restore=False)
         return state
@@ -107,21 +103,21 @@ class KVTransfer:
     def checkpoint(self, seq_id: int) -> KVState | None:
         """As `ModelRunner.checkpoint`."""
         started = time.perf_counter()
-        state = self._runner.checkpoint(seq_id)
+        state = self.runner.checkpoint(seq_id)
         self.seconds += time.perf_counter() - started
         return state
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         """As `ModelRunner.restore`."""
         started = time.perf_counter()
-        restored = self._runner.restore(seq_id, state)
+        restored = self.runner.restore(seq_id, state)
         if restored:
             self._observe(len(state), time.perf_counter() - started, restore=True)
         return restored
 
     def _observe(self, size: int, seconds: float, *, restore: bool) -> None:
         self.seconds += seconds
-        self._cost.observe_transfer(size, seconds, restore=restore)
+        self.cost.observe_transfer(size, seconds, restore=restore)
 
     # Prefixes --------------------------------------------------------------------------------------
 
@@ -130,7 +126,7 @@ class KVTransfer:
 
         `others` are running and wait meanwhile: never longer than the inter-token target.
         """
-        length, host = len(content.tokens), self._host
+        length, host = len(content.tokens), self.host
         if length < MIN_COPY_TOKENS or not host.cached_limit:
             return
         known = host.matches(content.tenant, content.tokens, MIN_COPY_TOKENS)
@@ -148,12 +144,12 @@ class KVTransfer:
             self.save_entry(content)
 
     def _pays(self, size: int, new: int, *, others: bool) -> bool:
-        seconds = self._cost.save_s(size)
-        spent = self.seconds - self._step_began_s
+        seconds = self.cost.save_s(size)
+        spent = self.seconds - self.step_began_s
         if others and spent + seconds > self._budget.target_s:
             return False
         if seconds > self.MAX_SAVE_COST * new * self.token_s:
-            self._cost.doubt_transfers()
+            self.cost.doubt_transfers()
             return False
         return True
 
@@ -163,7 +159,7 @@ class KVTransfer:
         The next request with the same prefix then has only the restoring left to do.
         """
         size = self.state_bytes(tokens)
-        if self.copies_free or not self._host.could_hold(get_entry_size(tokens, size)):
+        if self.copies_free or not self.host.could_hold(get_entry_size(tokens, size)):
             return False
         return not self.cuttable or self.move_s(size) < self._stream_s()
 
@@ -171,7 +167,7 @@ class KVTransfer:
         """What a slot holds, as an entry that is in no tier. None if it fails."""
         length = len(content.tokens)
         try:
-            if self._runner.next_position(content.seq_id) != content.position:
+            if self.runner.next_position(content.seq_id) != content.position:
                 return None
             state = self.save(content.seq_id)
         except Exception:
@@ -181,17 +177,17 @@ class KVTransfer:
             return None
         self._last_state = (length, len(state))
         # Of a sliding window, the state has only what the next token looks back on.
-        cuttable = self.cuttable or length <= self._runner.info.sliding_window
+        cuttable = self.cuttable or length <= self.runner.info.sliding_window
         min_length = 0 if cuttable else length
         return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length, content.position)
 
     def save_entry(self, content: SlotContent) -> Entry | None:
         """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""
         entry = self.read_entry(content)
-        if entry is not None and self._host.could_hold(entry.size):
-            for other in self._host.covered(entry) if self.cuttable else ():
-                self._host.drop(other)
-            self._host.put(entry)
+        if entry is not None and self.host.could_hold(entry.size):
+            for other in self.host.covered(entry) if self.cuttable else ():
+                self.host.drop(other)
+            self.host.put(entry)
             self.saves += 1
         return entry
 
@@ -206,7 +202,7 @@ class KVTransfer:
         except Exception:
             log.exception("the KV of request %s could not be saved; it will be recomputed", sequence.id)
         length = 0
-        if state is not None and self._host.reserve(len(state)):
+        if state is not None and self.host.reserve(len(state)):
             sequence.swapped, length = state, sequence.num_computed
         sequence.cut_to(0)
         sequence.num_computed = length  # of cells that it will have for itself
@@ -223,11 +219,11 @@ class KVTransfer:
             log.exception("the KV of request %s could not be restored; it is recomputed", sequence.id)
         self.swap_ins += restored
         if not restored:
-            self._runner.truncate(sequence.seq_id, 0)
+            self.runner.truncate(sequence.seq_id, 0)
             sequence.cut_to(0)
 
     def discard(self, sequence: Sequence) -> None:
         """Give back the swap space of a sequence that holds some."""
         assert sequence.swapped is not None
-        self._host.give_back(len(sequence.swapped))
+        self.host.give_back(len(sequence.swapped))
         sequence.swapped = None

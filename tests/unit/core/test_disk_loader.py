@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -17,169 +16,99 @@ from hypothesis import strategies as st
 
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.messages import ClearCache, Stop, UseSlot
-from cllm.testing import FakeRunner
-from tests.driver.disk import LIMIT_S, DiskGate
+from tests.driver.disk import LIMIT_S, PROMPT, DiskGate, Start, check, finish, serve
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.profiles import examples
 
-PROMPT = words(1, 200)
+OTHER = words(9, 100)
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskGate]:
-    gate = DiskGate(monkeypatch)
-    yield gate
-    gate.open()
-
-
-Start = Callable[..., StepDriver]
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an engine on the test's cache folder. Computing is slow: 200 tokens take 20 s."""
+@pytest.fixture(autouse=True)
+def computing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 tokens take 20 s."""
     monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.1)
 
-    def start_one(*, trimmable: bool = True, cache_mb: int = 1, **settings: Any) -> StepDriver:
-        fields = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
-        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **fields)
 
-    return start_one
-
-
-def finish(driver: StepDriver) -> None:
-    driver.finish()
-    for name in driver.requests:
-        driver.check_answer(name)
+def restart(start: Start, *prompts: Tokens, **settings: Any) -> StepDriver:
+    """An engine after another one that has answered these prompts, else `PROMPT`."""
+    driver = start(**settings)
+    for prompt in prompts or (PROMPT,):
+        serve(driver, prompt)
+    driver.close_disk()
+    return start(**settings)
 
 
 def write_behind(driver: StepDriver) -> None:
     """Be idle until everything is written."""
-    disk = driver.core.disk
+    disk, candidates = driver.core.disk, driver.prefix_cache.loader.candidates
     deadline = time.monotonic() + LIMIT_S
-    while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
+    while disk.idle(candidates(), LIMIT_S) is not None or disk._write or disk.scanning:
         assert time.monotonic() < deadline
         pending: list[Future[Any]] = [each for each in (disk._slice, disk.scanning) if each is not None]
         wait(pending, LIMIT_S)
 
 
-def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
-    name = driver.add(prompt, 8, ignore_eos=True, **fields)
-    finish(driver)
-    return name
-
-
-def source(driver: StepDriver, name: str) -> tuple[int, str]:
-    usage = driver.usage(name)
-    return usage.cached_tokens, usage.cached_from
-
-
 @pytest.mark.parametrize("cache_mb", [1, 0])
 def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> None:
     """Also where RAM has no room for it."""
-    driver = start(cache_mb=cache_mb)
-    assert source(driver, serve(driver)) == (0, "")
-    driver.close_disk()
-    driver = start(cache_mb=cache_mb)
-    assert source(driver, serve(driver)) == (199, "disk")
-    assert source(driver, serve(driver)) in [(199, "device"), (199, "ram")]
-    longer = serve(driver, (*PROMPT, *words(2, 50)))
-    assert source(driver, longer)[0] == 200 and driver.core.disk.loads == 1
+    driver = restart(start, cache_mb=cache_mb)
+    assert serve(driver) == (199, "disk")
+    assert serve(driver) in [(199, "device"), (199, "ram")]
+    assert serve(driver, (*PROMPT, *words(2, 50)))[0] == 200 and driver.core.disk.loads == 1
     assert driver.stats[-1].disk_bytes > 0 and sum(stats.disk_loads for stats in driver.stats) == 1
 
 
 def test_memory_that_cannot_be_cut_comes_back_by_its_checkpoints(start: Start) -> None:
-    driver = start(trimmable=False)
-    serve(driver)
-    driver.close_disk()
-    driver = start(trimmable=False)
-    cached, where = source(driver, serve(driver, (*PROMPT[:199], 5, 6, 7)))
-    assert cached == 199 and where == "disk+checkpoint"
-
-
-def test_tenants_stay_apart_on_disk(start: Start) -> None:
-    driver = start()
-    serve(driver, tenant="one")
-    driver.close_disk()
-    driver = start()
-    assert source(driver, serve(driver, tenant="other")) == (0, "")
-    assert source(driver, serve(driver, tenant="one")) == (199, "disk")
-
-
-def test_a_request_that_wants_no_cache_leaves_nothing_and_takes_nothing(start: Start) -> None:
-    driver = start()
-    serve(driver, reuse=False)
-    driver.close_disk()
-    driver = start()
-    assert not driver.core.disk.scanning or driver.core.disk.scanning.result(LIMIT_S).entries == []
-    serve(driver)
-    driver.close_disk()
-    driver = start()
-    assert source(driver, serve(driver, reuse=False)) == (0, "")
+    driver = restart(start, trimmable=False)
+    assert serve(driver, (*PROMPT[:199], 5, 6, 7)) == (199, "disk+checkpoint")
 
 
 def test_others_run_while_one_waits_for_the_disk(start: Start, gate: DiskGate) -> None:
-    driver = start()
-    serve(driver)
-    driver.close_disk()
-    driver = start()
-    serve(driver, words(9, 100))
+    driver = restart(start)
+    serve(driver, OTHER)
     gate.close()
     waiting, other = driver.add(PROMPT, 8, ignore_eos=True), driver.add(words(8, 20), 8, ignore_eos=True)
     driver.step(12)
     assert driver.answers[other].finish_reason and not driver.answers[waiting].tokens
     assert not driver.core.has_work, "it sleeps until the disk answers"
     gate.open()
-    finish(driver)
-    assert source(driver, waiting) == (199, "disk")
+    assert finish(driver, waiting) == (199, "disk")
 
 
 def test_no_more_is_read_at_a_time_than_there_are_free_slots(start: Start, gate: DiskGate) -> None:
     prompts = [words(number, 100) for number in range(6)]
-    driver = start()
-    for prompt in prompts:
-        serve(driver, prompt)
-    driver.close_disk()
-    driver = start()
-    serve(driver, words(9, 100))
+    driver = restart(start, *prompts)
+    serve(driver, OTHER)
     gate.close()
     names = [driver.add(prompt, 8, ignore_eos=True) for prompt in prompts]
     driver.step(3)
-    waiting = [sequence for sequence in driver.scheduler._waiting if sequence.loading is not None]
-    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler._waiting) - 2
+    waiting = [sequence for sequence in driver.scheduler.waiting if sequence.loading is not None]
+    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler.waiting) - 2
     gate.open()
-    finish(driver)
-    assert all(source(driver, name) == (99, "disk") for name in names)
+    assert finish(driver, names[0]) == (99, "disk")
+    assert {driver.usage(name).cached_from for name in names} == {"disk"}
 
 
 def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
     start: Start, gate: DiskGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = start()
-    serve(driver)
-    driver.close_disk()
-    driver = start()
-    serve(driver, words(9, 100))
+    driver = restart(start)
+    serve(driver, OTHER)
     gate.close()
     monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.001)
     began = time.monotonic()
-    late = driver.add(PROMPT, 8, ignore_eos=True)
-    finish(driver)
-    assert source(driver, late) == (0, "") and time.monotonic() - began < 10
+    assert serve(driver) == (0, "") and time.monotonic() - began < 10
     again = driver.add((*PROMPT[:150], *words(3, 50)), 8, ignore_eos=True)
     driver.step()
     assert driver.answers[again].ids, "it does not wait for a disk that hangs"
-    finish(driver)
+    driver.finish()
 
 
 def test_two_with_the_same_prefix_wait_for_one_load(start: Start) -> None:
-    driver = start()
-    serve(driver)
-    driver.close_disk()
-    driver = start()
+    driver = restart(start)
     names = [driver.add((*PROMPT, number), 8, ignore_eos=True) for number in (1, 2, 3)]
-    finish(driver)
-    assert [source(driver, name)[0] for name in names] == [200, 200, 200]
+    finish(driver, names[0])
+    assert [driver.usage(name).cached_tokens for name in names] == [200, 200, 200]
     assert driver.core.disk.loads == 1
 
 
@@ -189,23 +118,18 @@ def test_damage_is_computed(start: Start, tmp_path: Path) -> None:
     driver.close_disk()
     (path,) = tmp_path.glob("kv/*/*.kv")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    driver = start()
-    assert source(driver, serve(driver)) == (0, "")
+    assert serve(start()) == (0, "")
 
 
 def test_a_cancelled_request_no_longer_waits(start: Start, gate: DiskGate) -> None:
-    driver = start()
-    serve(driver)
-    driver.close_disk()
-    driver = start()
-    serve(driver, words(9, 100))
+    driver = restart(start)
+    serve(driver, OTHER)
     gate.close()
     name = driver.add(PROMPT, 8)
     driver.step()
     driver.cancel(name)
     driver.step()
     assert driver.core.idle and driver.scheduler.loading_s is None
-    gate.open()
 
 
 def test_the_loop_writes_behind_while_idle_and_at_its_end(
@@ -271,7 +195,7 @@ def test_texts_are_right_whatever_happens_to_the_disk(
                 with suppress(FileNotFoundError):  # the disk thread removes one
                     os.truncate(path, length)
         else:
-            finish(driver)
+            check(driver)
             if action == "idle":
                 write_behind(driver)
             elif action == "clear":
@@ -280,6 +204,6 @@ def test_texts_are_right_whatever_happens_to_the_disk(
                 if action == "restart":
                     driver.close_disk()
                 driver = start(**options)
-    finish(driver)
+    check(driver)
     driver.close_disk()
     assert not list(folder.glob("kv/*/.*")), "nothing half-written is left"

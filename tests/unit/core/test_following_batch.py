@@ -127,9 +127,9 @@ def test_a_sequence_whose_position_cannot_be_read_fails_alone() -> None:
         if seq_id == 0 and failures:
             failures -= 1
             raise RuntimeError("broken")
-        return next_position(seq_id)
+        return int(next_position(seq_id))
 
-    driver.runner.next_position = fail_for_one  # type: ignore[method-assign]
+    driver.runner.next_position = fail_for_one
     driver.core.step(follow=True)
     assert driver.core._ahead is None and failures == 1
     answers = driver.finish()

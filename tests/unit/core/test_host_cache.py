@@ -36,20 +36,6 @@ def test_an_entry_that_is_too_large_evicts_nothing() -> None:
     assert not HostKVCache(cached_limit=0).put(entry("abc"))
 
 
-def test_the_same_tokens_are_held_once() -> None:
-    tier = HostKVCache(cached_limit=300)
-    tier.put(entry("abc", 100))
-    tier.put(entry("abc", 120))
-    assert len(tier.entries) == 1 and tier.cached_bytes == 120
-
-
-def test_tenants_do_not_see_each_other() -> None:
-    tier = HostKVCache(cached_limit=300)
-    tier.put(entry("abc", tenant="one"))
-    assert held(tier, "abc", "one")
-    assert not held(tier, "abc", "other") and not held(tier, "abc")
-
-
 def test_preempted_states_evict_cached_ones_and_never_the_reverse() -> None:
     tier = HostKVCache(cached_limit=300, swap_limit=200)
     for name in ("aaa", "bbb", "ccc"):

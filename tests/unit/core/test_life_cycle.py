@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.driver.life_cycle import WORLDS, Life, World, explore, small_scale
+from tests.driver.life_cycle import WORLDS, World, explore, small_scale
 
 # From the start; from two running requests and one that waits; from cached slots.
 STARTS = {
@@ -30,15 +30,3 @@ def test_every_order_of_events(world: World) -> None:
         outcomes |= found.outcomes
         preempted += found.preempted
     assert outcomes == {"length", "cancelled", "error"} and preempted > 0
-
-
-def test_the_small_world_is_tight_enough() -> None:
-    """Its requests find each other's prefixes, and two of them are too many for its cells."""
-    with small_scale():
-        pressed = Life(World(unified=True), ("add r0", "add r1", *["step"] * 9))
-        assert pressed.preempted
-        pressed.drain()
-        assert pressed.driver.usage("r1").cached_tokens >= 4
-        kept = Life(World(unified=False), ("add r0", *["step"] * 8))
-        assert kept.driver.prefix_cache.device.lengths
-        assert "clear" in kept.events()

@@ -10,7 +10,7 @@ from cllm.core.engine_core import EngineCore
 from cllm.messages import Report, StepReport
 from cllm.testing import FakeRunner
 from cllm.testing.fake_runner import expected_text
-from cllm.types import FinishReason, Prompt, Request, SamplingParams
+from cllm.types import Prompt, Request, SamplingParams
 from tests.driver.engine import prepare_at_once
 
 TOKENS = 5
@@ -71,22 +71,3 @@ def test_a_stop_string_ends_an_answer_at_once() -> None:
     events, text = run(True, stop=(whole[2],))
     assert text == whole[: whole.index(whole[2])]
     assert events.count("collect") == whole.index(whole[2]) + 1  # no step too many
-
-
-def test_log_probabilities_are_spelled() -> None:
-    spelled: list[bytes] = []
-
-    def emit(report: Report) -> None:
-        assert isinstance(report, StepReport)
-        for output in report.outputs:
-            spelled.extend(entry.pieces[0] for entry in output.logprobs)
-            assert output.finish_reason in (None, FinishReason.LENGTH)
-
-    core = EngineCore(FakeRunner(), EngineConfig(draft_tokens=0), emit, preparation=prepare_at_once)
-    sampling = SamplingParams(ignore_eos=True)
-    core.scheduler.add(
-        Request(id="r", prompt=Prompt(PROMPT), max_tokens=TOKENS, sampling=sampling, logprobs=1)
-    )
-    while not core.idle:
-        core.step()
-    assert b"".join(spelled).decode() == expected_text(PROMPT, TOKENS, ends=False)

@@ -241,7 +241,7 @@ class PendingPrompt:
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
         self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
-        self.answering, self.sample_s = answering, 0.0
+        self.known, self.sample_s = int(not answering), 0.0
 
     @property
     def computable(self) -> int:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import KVState, StepStatus
-from cllm.core.kv_cache import prefix_cache as prefix
-from cllm.core.kv_cache.prefix_index import MAX_MATCHES
 from cllm.core.kv_cache.tiers import Entry
-from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
+from tests.unit.core.test_slot_choice import failing
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
 
@@ -64,12 +62,6 @@ def test_a_growing_history_is_computed_once_and_held_once() -> None:
     assert len(talk.prefix_cache.device.entries) == 1 and not talk.host_cache.entries, "it is held once"
 
 
-def test_a_history_that_changed_is_used_up_to_the_change() -> None:
-    talk = Talk()
-    talk.ask(SYSTEM + tuple(b"x" * 100), 20)
-    assert talk.ask(SYSTEM + tuple(b"x" * 50 + b"y" * 80)) == len(SYSTEM) + 50
-
-
 def test_different_questions_share_the_common_part_from_either() -> None:
     talk = Talk()
     for letter in b"abc":
@@ -83,12 +75,6 @@ def test_what_brings_little_new_is_not_offloaded() -> None:
         talk.ask(SYSTEM + (letter,) * 20)
         talk.offload()
     assert len(talk.host_cache.entries) == 1 and talk.total("prefix_saves") == 1
-
-
-def test_short_prompts_are_left_alone() -> None:
-    talk = Talk()
-    assert talk.ask(b"short", 20) == talk.ask(b"short", 20) == 0
-    assert len(talk.host_cache.entries) == 0
 
 
 def test_tenants_share_nothing_unless_configured() -> None:
@@ -172,21 +158,6 @@ def test_a_failed_request_leaves_nothing() -> None:
     assert len(talk.host_cache.entries) == 0
 
 
-def failing_once(talk: Talk, call: str, number: int) -> list[str]:
-    """Two more requests, of whose calls by this name one fails; their names, or none if it was not called."""
-    seen = 0
-
-    def fail(_: int, name: str) -> Exception | None:
-        nonlocal seen
-        seen += name == call
-        return RuntimeError("native") if name == call and seen == number else None
-
-    talk.fake.fail = fail
-    names = [talk.send(prompt) for prompt in FAILING]
-    talk.run()
-    return names if seen >= number else []
-
-
 FAILING = (SYSTEM + tuple(b"x" * 90), tuple(b"y" * 90))
 
 
@@ -198,7 +169,10 @@ def test_a_call_that_fails_around_the_cache_costs_a_recompute_at_most(call: str,
     for number in range(1, 1000):
         talk = Talk()
         talk.ask(SYSTEM)
-        if not (names := failing_once(talk, call, number)):
+        talk.fake.fail, seen = failing(call, number)
+        names = [talk.send(prompt) for prompt in FAILING]
+        talk.run()
+        if len(seen) < number:
             assert number > 1 or call == "copy"
             return
         failed = [name for name in names if talk.outcome(name) is FinishReason.ERROR]
@@ -206,13 +180,6 @@ def test_a_call_that_fails_around_the_cache_costs_a_recompute_at_most(call: str,
         for name, prompt in zip(names, FAILING, strict=True):
             if name not in failed:
                 assert talk.text(name) == expected_text(prompt, 8, ends=False)
-
-
-def test_what_is_being_computed_is_waited_for_and_then_copied() -> None:
-    talk = Talk()
-    names = [talk.send(SYSTEM * 4 + tail) for tail in ((), (1,), (2, 3))]
-    talk.finish()
-    assert [talk.usage(name).cached_tokens for name in names] == [0, 4 * len(SYSTEM), 4 * len(SYSTEM)]
 
 
 @pytest.mark.parametrize(("cells", "copies"), [(65_536, 0), (2048, 3)], ids=["long streams", "short ones"])
@@ -270,7 +237,7 @@ def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
     middle = talk.send(tuple(b"m" * 600), 1)
     short = talk.send((*SYSTEM, 2), 1)
     done: list[str] = []
-    while not talk.scheduler.idle:
+    while talk.scheduler.live:
         talk.step()
         done += [name for name, answer in talk.answers.items() if answer.tokens and name not in done]
     assert done[:2] == [short, middle] and set(done[2:]) == {oldest, long}
@@ -358,24 +325,6 @@ def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     assert slots.evict_one(others=False) and talk.host_cache.entries, "none waited"
 
 
-def test_preempted_requests_evict_prefixes() -> None:
-    runner = FakeRunner(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
-    talk = Talk(runner, swap_space_mb=1)
-    talk.host_cache.cached_limit = talk.host_cache.swap_limit = talk.host_cache.limit = 1500
-    for letter in b"ab":
-        talk.ask((letter,) * 100, 1)
-    talk.offload()
-    assert talk.host_cache.cached_bytes > 900
-    names = [talk.send(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
-    while not talk.scheduler.idle:
-        talk.step()
-        assert talk.host_cache.cached_bytes + talk.host_cache.swapped_bytes <= 1500
-    assert talk.total("prefix_evictions") > 0
-    for name, letter in zip(names, b"xyz", strict=True):
-        assert talk.text(name) == expected_text((letter,) * 70, 150, ends=False)
-    assert talk.host_cache.swapped_bytes == 0
-
-
 @pytest.mark.parametrize(("common", "taken"), [(8, 0), (15, 0), (16, 16), (30, 30), (63, 63)])
 def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) -> None:
     talk = Talk()
@@ -384,21 +333,3 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
     talk.offload()
     assert talk.ask(system + b"1" * 70) == taken
     assert talk.ask(system + b"2" * 5) == taken
-
-
-def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
-    talk = Talk(cache_mb=64)
-    system = b"you are a helpful assistant"
-    for number in range(MAX_MATCHES + 10):
-        talk.ask(system + b"%03d" % number * 25, count=1)
-    asked: list[prefix.PrefixMatch] = []
-    prefixes = talk.scheduler.prefix_cache
-    gain = prefixes._gain_s
-
-    def counted(match: prefix.PrefixMatch, sequence: Sequence) -> float:
-        asked.append(match)
-        return gain(match, sequence)
-
-    prefixes._gain_s = counted  # type: ignore[method-assign]
-    assert talk.ask(system + b"new") == len(system)
-    assert MAX_MATCHES <= len(asked) <= MAX_MATCHES + 2 + talk.scheduler.pool.size

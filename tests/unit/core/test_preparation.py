@@ -126,24 +126,6 @@ def test_a_sampler_that_cannot_be_built_fails_its_request_alone() -> None:
     running.stop()
 
 
-def test_embedding_that_cannot_be_opened_fails_what_waits_and_is_tried_again() -> None:
-    broken = [True]
-
-    def fail(_: int, name: str) -> Exception | None:
-        return InvalidRequest("no room") if name == "open_embedding" and broken[0] else None
-
-    runner = SlowRunner(fail)
-    runner.gate.set()
-    running = RunningCore(runner)
-    running.submit("one", prompt=(), embed=((1, 2, 3),))
-    error = running.end_of("one")["one"].error
-    assert error is not None and error.message == "no room"
-    broken[0] = False
-    running.submit("two", prompt=(), embed=((1, 2, 3),))
-    assert running.end_of("two")["two"].embeddings
-    running.stop()
-
-
 def test_the_engine_stops_while_something_is_prepared() -> None:
     runner = SlowRunner()
     running = RunningCore(runner)

@@ -8,19 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.core.drafts import common_length
 from cllm.core.kv_cache.prefix_index import MAX_MATCHES, RadixIndex, _Node
 
 # Few different tokens, so that sequences begin alike; one that needs all of its four bytes.
 TOKENS = st.lists(st.sampled_from([1, 2, 256, 151_935]), max_size=12).map(tuple)
-
-
-def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    length = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        length += 1
-    return length
 
 
 @given(
@@ -42,11 +34,8 @@ def test_it_finds_what_a_look_at_everything_finds(
             stored.pop(tokens, None)
         assert bool(index) == bool(stored)
     for tokens in (*asked, *stored):
-        wanted = sorted(
-            (common(tokens, other), value)
-            for other, value in stored.items()
-            if common(tokens, other) >= at_least
-        )
+        shared = ((common_length(tokens, other), value) for other, value in stored.items())
+        wanted = sorted(pair for pair in shared if pair[0] >= at_least)
         found = index.matches(tokens, at_least)
         assert sorted(found) == wanted
         assert [match.length for match in found] == sorted((length for length, _ in wanted), reverse=True)
@@ -54,17 +43,6 @@ def test_it_finds_what_a_look_at_everything_finds(
             (len(other), value) for other, value in stored.items() if other == tokens[: len(other)]
         )
         assert index.on_path(tokens) == [value for length, value in whole if length]
-
-
-@given(sequences=st.lists(TOKENS.filter(bool), max_size=20, unique=True))
-def test_nothing_is_left_of_what_was_removed(sequences: list[tuple[int, ...]]) -> None:
-    index: RadixIndex[str] = RadixIndex()
-    for tokens in sequences:
-        index.insert(tokens, "x")
-    for tokens in sequences:
-        index.remove(tokens)
-    assert not index
-    assert index._root.children == {}
 
 
 @given(sequences=st.lists(TOKENS.filter(bool), max_size=20, unique=True))
@@ -79,16 +57,6 @@ def test_every_inner_node_is_needed(sequences: list[tuple[int, ...]]) -> None:
         node = left.pop()
         assert node.value is not None or len(node.children) > 1
         left += node.children.values()
-
-
-def test_a_long_history_is_split_where_it_parts() -> None:
-    index: RadixIndex[str] = RadixIndex()
-    system = tuple(range(1000))
-    index.insert((*system, 7, 8), "first")
-    index.insert((*system, 9), "second")
-    assert sorted(index.matches((*system, 7, 1))) == [(1000, "second"), (1001, "first")]
-    assert sorted(index.matches(system[:600])) == [(600, "first"), (600, "second")]
-    assert index.matches((5, *system)) == []
 
 
 def test_of_thousands_that_begin_alike_only_some_are_looked_at() -> None:
@@ -121,16 +89,3 @@ def test_of_thousands_that_begin_alike_only_some_are_looked_at() -> None:
     looked_at = 0
     assert index.on_path((*system, 1005, 7, 8)) == [5]
     assert looked_at == 0
-
-
-def test_a_node_that_is_left_with_one_child_becomes_it() -> None:
-    index: RadixIndex[str] = RadixIndex()
-    for tokens in ((1, 2, 3), (1, 2, 4), (1, 2, 4, 5)):
-        index.insert(tokens, str(tokens))
-    index.remove((1, 2, 3))
-    (node,) = index._root.children.values()
-    assert node.value == "(1, 2, 4)" and len(node.children) == 1
-    index.remove((1, 2, 4))
-    (node,) = index._root.children.values()
-    assert node.value == "(1, 2, 4, 5)" and node.children == {}
-    assert index.matches((1, 2, 4, 5)) == [(4, "(1, 2, 4, 5)")]

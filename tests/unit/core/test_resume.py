@@ -21,9 +21,8 @@ from cllm.types import (
     Request,
 )
 from tests.driver.engine import Answer, StepDriver
-from tests.driver.written import WideVocabulary, WrittenRunner, foresight
+from tests.driver.written import PROMPT, WideVocabulary, WrittenRunner, foresight
 
-PROMPT = tuple(b"a prompt")
 LIST = '{"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 4, "maxItems": 4}'
 THINKING = ReasoningLimit(budget=9, closing=tuple(b"</t>"), opening=tuple(b"<t>"), inside=True)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from cllm.backend.base import StepResult, StepStatus
-from cllm.core.sequence import State
-from cllm.messages import Report, StepReport
+from cllm.errors import IntegrityError
+from cllm.messages import Report, StepReport, Wake
 from cllm.testing import FakeRunner
-from cllm.testing.fake_runner import next_token
 from cllm.types import FinishReason, RequestOutput
 from tests.driver.engine import StepDriver
 
@@ -37,19 +35,6 @@ class Recorder(StepDriver):
         self.fake.fail = lambda _, name: status if name == "collect" else None
         self.step()
         self.fake.fail = None
-
-
-class RightDrafter:
-    """Knows what the fake model will say, or says something else each time."""
-
-    def __init__(self, wrong: bool = False) -> None:
-        self._wrong = wrong
-
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        known = list(tokens)
-        for _ in range(min(2, max_tokens)):
-            known.append(ord("A") if self._wrong else next_token(known, ends=False))
-        return known[len(tokens) :]
 
 
 def test_no_more_run_than_may_run_at_once() -> None:
@@ -87,7 +72,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_waits_until_one_ha
     driver.step()
     driver.step_with(StepStatus.NO_ROOM)
     assert driver.running == ["r0", "r2"]
-    assert [(one.id, one.state) for one in driver.scheduler.waiting] == [("r1", State.PREEMPTED)]
+    assert [(one.id, one.preempted) for one in driver.scheduler.waiting] == [("r1", True)]
     driver.step(2)
     assert driver.running == ["r0", "r2"]
     driver.cancel("r2")
@@ -149,24 +134,6 @@ def test_what_a_row_took_to_sample_is_noted() -> None:
     driver.finish()
 
 
-def test_memory_that_can_neither_be_cut_nor_rolled_back_gets_no_drafts() -> None:
-    driver = Recorder(FakeRunner(sequences=2, trimmable=False), new_drafter=lambda: RightDrafter())
-    driver.add(b"prompt", 9, ignore_eos=True)
-    driver.finish()
-    assert driver.usage("r0").drafted_tokens == 0 and driver.text("r0") == driver.expected("r0")
-
-
-def test_drafts_are_counted_as_they_come_true() -> None:
-    for wrong, accepted in ((False, True), (True, False)):
-        driver = Recorder(FakeRunner(sequences=2), new_drafter=lambda wrong=wrong: RightDrafter(wrong))
-        driver.add(b"prompt", 9, ignore_eos=True)
-        driver.finish()
-        usage = driver.usage("r0")
-        assert usage.drafted_tokens > 0 and bool(usage.accepted_tokens) is accepted
-        assert usage.accepted_tokens == (usage.drafted_tokens if accepted else 0)
-        assert driver.text("r0") == driver.expected("r0")
-
-
 def test_requests_are_numbered_and_admitted_as_they_come() -> None:
     driver = Recorder(FakeRunner(sequences=1))
     for number in range(3):
@@ -175,3 +142,18 @@ def test_requests_are_numbered_and_admitted_as_they_come() -> None:
     driver.finish()
     ends = [output.request_id for output in driver.outputs if output.finish_reason is not None]
     assert ends == ["r0", "r1", "r2"]
+
+
+def test_leftovers_are_named_and_cleared() -> None:
+    driver = Recorder(FakeRunner(sequences=3), cache_mb=1)
+    driver.add(b"a prompt of some length", 1, ignore_eos=True)
+    driver.finish()
+    driver.fake.memory[0].pop()
+    driver.fake.memory[2] = [1, 2, 3]
+    left = "22 cells in slot 0 instead of 23, 3 cells in slot 2"
+    with pytest.raises(IntegrityError, match=left):
+        driver.scheduler.check_idle()
+    driver.core.inbox.put(Wake())
+    assert driver.core._take_commands() and driver.scheduler.integrity_failures == 2
+    assert driver.fake.memory == [[], [], []]
+    driver.check_released()

@@ -8,18 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.base import StepResult, StepStatus
-from cllm.core.kv_cache import prefix_cache as prefix
+from cllm.backend.base import StepStatus
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
-
-@pytest.fixture(autouse=True)
-def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "MIN_COPY_TOKENS", 4)
-    monkeypatch.setattr(prefix, "MIN_RESTORE_TOKENS", 4)
+pytestmark = pytest.mark.usefixtures("short_prefixes")
 
 
 def make_family_prompt(value: int, max_tokens: int) -> bytes:
@@ -76,26 +70,6 @@ def test_the_busy_run_finds_cached_prefixes(unified: bool) -> None:
     assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
-def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
-    runner = FakeRunner(sequences=4, batch_tokens=256)
-    driver = StepDriver(runner)
-    names = [driver.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
-    original = runner.collect
-
-    def refuse_third() -> StepResult:
-        assert runner._submitted is not None
-        if any(row.seq_id == 2 for row in runner._submitted.rows):
-            runner._submitted = None
-            return StepResult(StepStatus.BAD_BATCH, code=-1)
-        return original()
-
-    runner.collect = refuse_third  # type: ignore[method-assign]
-    driver.run()
-    outcomes = [driver.outcome(name) for name in names]
-    assert outcomes == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
-    assert driver.answers["r2"].error_code == "bad_batch"
-
-
 def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_are_kept() -> None:
     driver = StepDriver(FakeRunner(sequences=4), cache_mb=1)
     usages = []
@@ -104,13 +78,3 @@ def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_
         driver.run()
         usages.append(driver.usage(name))
     assert len(set(usages[1:])) == 1 and usages[1].cached_tokens == 31
-
-
-def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:
-    driver = StepDriver(FakeRunner(sequences=2, cells=4096, batch_tokens=64))
-    first = driver.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
-    second = driver.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
-    driver.run()
-    driver.check_end()
-    usages = [driver.answers[name].usage for name in (first, second)]
-    assert [usage.cached_tokens for usage in usages if usage] == [0, 300]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cllm.core.kv_cache.layout import CellSegment, UnifiedLayout
+from cllm.core.kv_cache.layout import CellSegment, KVLayout, share_cells
 from cllm.core.kv_cache.prefix_index import Checkpoint
-from cllm.core.sequence import Sequence, State
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
@@ -22,7 +22,6 @@ from cllm.types import (
     Request,
     SamplingParams,
     TokenLogprob,
-    Usage,
 )
 
 LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
@@ -36,32 +35,6 @@ def run(sequence: Sequence) -> Sequence:
     """Give it a slot."""
     sequence.lease = SlotPool(FakeRunner(sequences=1)).lease("r")
     return sequence
-
-
-def test_a_new_sequence_has_done_nothing_and_may_start() -> None:
-    sequence = make()
-    assert sequence.startable and not sequence.answering
-    assert (sequence.mask_s, sequence.sample_s, sequence.deferred) == (0.0, 0.0, 0)
-    assert sequence.usage() == Usage(prompt_tokens=6, completion_tokens=0)
-    assert sequence.pending == sequence.computable == 6
-
-
-def test_it_answers_when_what_it_came_with_is_computed() -> None:
-    sequence = make(generated_prefix=(97, 98))
-    for computed, answers in ((5, False), (7, False), (8, True), (9, True)):
-        sequence.num_computed = computed
-        assert sequence.answering is answers
-
-
-def test_only_the_transitions_of_its_life_exist() -> None:
-    sequence = make()
-    with pytest.raises(AssertionError):
-        sequence.move_to(State.PREEMPTED)
-    for state in (State.RUNNING, State.PREEMPTED, State.RUNNING, State.FINISHED):
-        sequence.move_to(state)
-    for state in State:
-        with pytest.raises(AssertionError):
-            sequence.move_to(state)
 
 
 def test_the_limit_is_that_of_the_request_and_of_the_context() -> None:
@@ -93,13 +66,6 @@ def test_the_prompt_is_scored_by_the_tokens_that_follow(computed: int, count: in
     assert bytes(sequence.row(count).scored) == scored
 
 
-def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
-    sequence = run(make(prompt_logprobs=1))
-    sequence.score([TokenLogprob(token, 0.0) for token in b"rom"], 5)
-    assert bytes(sequence.row(5).scored) == b"pt"
-    assert [entry.token for entry in sequence.prompt_logprobs] == list(b"prom")
-
-
 def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
     assert bytes(run(make(max_tokens=0, prompt_logprobs=1)).row(6).scored) == b"romptt"
     assert bytes(run(make(max_tokens=1, prompt_logprobs=1)).row(6).scored) == b"rompt"
@@ -108,8 +74,8 @@ def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
 def test_cells_are_counted_once_however_many_share_them() -> None:
     source, copy = make(), make()
     source.num_computed, copy.num_computed = 6, 4
-    layout = UnifiedLayout(LIMITS)
-    copy.segments = layout.share(source, 4)
+    layout = KVLayout(LIMITS)
+    copy.segments = share_cells(source, 4)
     assert layout.count([source, copy]) == 6
     copy.num_computed = 6
     assert layout.count([source, copy]) == 8 and layout.count([copy]) == 6 and layout.count([]) == 0
@@ -153,11 +119,6 @@ def test_an_ignored_end_token_is_a_token() -> None:
         sequence = make(sampling=SamplingParams(ignore_eos=True), stop=stop)
         assert sequence.stopping.append((END_TOKEN,), FakeVocabulary()).reason is None
         assert sequence.tokens[-1] == END_TOKEN
-
-
-def test_a_stop_token_of_the_client_ends_it() -> None:
-    appended = make(stop_token_ids=(98,)).stopping.append((97, 98, 99), FakeVocabulary())
-    assert (appended.tokens, appended.reason, appended.kept) == ((97,), FinishReason.STOP, 1)
 
 
 def test_a_stop_string_ends_it_and_is_not_part_of_the_text() -> None:
@@ -258,10 +219,9 @@ def test_checkpoints_beyond_a_cut_are_gone() -> None:
 def test_a_copy_shares_what_it_has_and_no_more() -> None:
     first, second, third = make(), make(), make()
     first.num_computed = second.num_computed = third.num_computed = 3
-    layout = UnifiedLayout(LIMITS)
-    second.segments = layout.share(first, 3)
+    second.segments = share_cells(first, 3)
     second.num_computed = 5
-    third.segments = layout.share(second, 3)
+    third.segments = share_cells(second, 3)
     assert [segment.begin for segment in third.segments] == [0, 3]
     assert third.segments[0] is first.segments[0] and third.segments[1] is not second.segments[1]
     second.cut_to(4)  # its own cells: the next goes there, too

@@ -35,11 +35,6 @@ def searched(tokens: Tokens[int], max_tokens: int, indexed: int | None = None) -
     return []
 
 
-@given(tokens=TEXTS, max_tokens=st.integers(1, 9))
-def test_prompt_lookup_finds_what_a_search_finds(tokens: list[int], max_tokens: int) -> None:
-    assert NgramDrafter().propose(tokens, max_tokens) == searched(tokens, max_tokens)
-
-
 @given(prompt=TEXTS, grown=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12))
 def test_prompt_lookup_keeps_up_with_a_growing_text(prompt: list[int], grown: list[list[int]]) -> None:
     lookup, tokens = NgramDrafter(), list(prompt)
@@ -57,23 +52,6 @@ def test_a_long_prompt_is_read_in_slices(prompt: list[int], at_once: int) -> Non
         read = min(len(tokens), read + at_once)
         assert lookup.propose(tokens, 8) == searched(tokens, 8, read)
         tokens.append(step % 3)
-
-
-def test_a_step_reads_a_slice_and_no_more() -> None:
-    class Counted(list[int]):
-        read = 0
-
-        def __getitem__(self, key):  # type: ignore[no-untyped-def]
-            Counted.read += 1
-            return super().__getitem__(key)
-
-    lookup, tokens = NgramDrafter(), Counted(range(20_000))
-    lookup.propose(tokens, 8)
-    assert Counted.read <= (NgramDrafter.MAX_INDEXED + 1) * len(NgramIndex.SIZES)
-    for _ in range(4):
-        lookup.propose(tokens, 8)
-    tokens += [0, 1, 2, 3]
-    assert lookup.propose(tokens, 8) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_an_index_takes_a_few_bytes_a_token_and_says_so() -> None:
@@ -173,14 +151,6 @@ def test_a_proposal_is_judged_once_and_no_further_than_its_first_miss() -> None:
     assert state.acceptance_rate == rate
 
 
-def test_a_standing_proposal_survives_a_step_in_which_none_was_asked_for() -> None:
-    """A step with a prompt asks for no drafts; the tokens it yields are judged afterwards."""
-    state = make_state()
-    state.propose([7], 4)
-    state.propose([7, 1, 1], 4)
-    assert state.acceptance_rate > make_state().acceptance_rate
-
-
 @given(outcomes=st.lists(st.booleans(), max_size=60), start=st.floats(0, 1))
 def test_the_acceptance_rate_stays_a_rate(outcomes: list[bool], start: float) -> None:
     state, tokens = make_state(start), [7]
@@ -191,20 +161,6 @@ def test_the_acceptance_rate_stays_a_rate(outcomes: list[bool], start: float) ->
     expected = [state.expected(count) for count in range(9)]
     assert expected[0] == 0 and expected == sorted(expected)
     assert all(after - before <= 1 for before, after in pairwise(expected))
-
-
-def test_expected_tokens_follow_the_acceptance_rate() -> None:
-    assert make_state(1.0).expected(5) == 5
-    assert 7.0 < make_state(0.98).expected(8) < 8
-    assert 0.9 < make_state(0.5).expected(8) < 1
-    assert make_state(0.0).expected(8) == 0
-
-
-def test_no_room_for_a_draft_is_no_draft() -> None:
-    parrot = Parrot()
-    state = DraftState(parrot, acceptance_rate=0.5)
-    assert state.propose([1, 2], 0) == state.propose([1, 2], -1) == []
-    assert parrot.asked == []
 
 
 def test_rejected_drafts_must_prove_themselves_again() -> None:

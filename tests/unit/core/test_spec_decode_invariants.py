@@ -10,17 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import Drafter, StepStatus
-from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.testing import FakeRunner, expected_text, next_token
-from cllm.types import FinishReason, Prompt, Request, SamplingParams, Usage
+from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
-
-@pytest.fixture(autouse=True)
-def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "MIN_COPY_TOKENS", 4)
-    monkeypatch.setattr(prefix, "MIN_RESTORE_TOKENS", 4)
+pytestmark = pytest.mark.usefixtures("short_prefixes")
 
 
 class FlawedDrafter:
@@ -44,12 +39,6 @@ def flawed_drafters(seed: int, wrong: float, seeds: int = 1) -> Callable[[], Dra
     """Makes drafters that draw from one source, so that a driver is the same every time."""
     source = random.Random(seed)
     return lambda: FlawedDrafter(source, wrong, seeds)
-
-
-def get_usage(driver: StepDriver, name: str) -> Usage:
-    usage = driver.answers[name].usage
-    assert usage is not None
-    return usage
 
 
 def make_prompt(value: int, max_tokens: int) -> bytes:
@@ -87,7 +76,7 @@ def test_one_failure_at_every_native_call_costs_one_request_at_most(
         ),
         status,
     )
-    assert sum(get_usage(undisturbed, name).drafted_tokens for name in undisturbed.requests) > 0
+    assert sum(undisturbed.usage(name).drafted_tokens for name in undisturbed.requests) > 0
 
 
 def test_a_rejected_draft_that_cannot_be_rolled_back_costs_its_request() -> None:
@@ -113,7 +102,7 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
     name = driver.add(b"hello", 60, ignore_eos=True)
     driver.run()
     driver.check_end()
-    usage = get_usage(driver, name)
+    usage = driver.usage(name)
     assert 0 < usage.accepted_tokens == usage.drafted_tokens
     assert usage.steps == 60 - usage.accepted_tokens < 40
     assert usage.decoded_tokens == usage.cells
@@ -126,7 +115,7 @@ def test_rejected_drafts_cost_nothing_that_counts_as_work() -> None:
         name = driver.add(b"hello", 60, ignore_eos=True)
         driver.run()
         driver.check_end()
-        costs.append(get_usage(driver, name))
+        costs.append(driver.usage(name))
     assert costs[0].drafted_tokens > 0 == costs[0].accepted_tokens
     assert costs[0].decoded_tokens == costs[1].decoded_tokens
 
@@ -143,13 +132,13 @@ def test_an_end_inside_accepted_drafts_leaves_no_draft_behind(stop: int) -> None
     )
     driver.submit(stopped)
     driver.run()  # the driver checks that each state in RAM is that of its tokens
-    usage = get_usage(driver, stopped.id)
+    usage = driver.usage(stopped.id)
     assert driver.text(stopped.id) == text[:stop] and driver.outcome(stopped.id) is FinishReason.STOP
     assert usage.cells <= len(prompt) + stop + 3
     assert usage.decoded_tokens == usage.cells
     again = driver.add(bytes(prompt) + text.encode(), 4, ignore_eos=True)
     driver.run()
-    assert get_usage(driver, again).cached_tokens == usage.cells, "what it left behind can be used"
+    assert driver.usage(again).cached_tokens == usage.cells, "what it left behind can be used"
 
 
 @pytest.mark.parametrize("batch_tokens", [4, 6, 8, 16])
@@ -160,5 +149,5 @@ def test_drafts_never_make_a_batch_too_large(batch_tokens: int) -> None:
         driver.add(b"prompt %d" % number, 30 + 9 * number, ignore_eos=True)
     driver.run()
     driver.check_end()
-    drafted = sum(get_usage(driver, name).drafted_tokens for name in driver.requests)
+    drafted = sum(driver.usage(name).drafted_tokens for name in driver.requests)
     assert (drafted > 0) == (batch_tokens > 5)

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.core import scheduler
 from cllm.core.stopping import ReasoningBudget
+from cllm.testing import FakeRunner, next_token
 from cllm.testing.fake_runner import END_TOKEN
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit
 from tests.driver.engine import StepDriver
-from tests.driver.written import WrittenRunner, foresight
+from tests.driver.written import PROMPT, WrittenRunner, answer, foresight
 from tests.profiles import examples
 
-PROMPT = tuple(b"a prompt")
 OPENING, CLOSING = tuple(b"<t>"), tuple(b"</t>")
 
 
 def limit(budget: int, *, inside: bool = True) -> ReasoningLimit:
     return ReasoningLimit(budget=budget, closing=CLOSING, opening=OPENING, inside=inside)
-
-
-def answer(
-    written: bytes | list[int], max_tokens: int = 60, drafts: float | None = None, **fields: Any
-) -> tuple[str, FinishReason, StepDriver]:
-    answers = {PROMPT: list(written)}
-    options = {"new_drafter": foresight(answers, drafts)} if drafts is not None else {}
-    driver = StepDriver(WrittenRunner(answers), **options)  # type: ignore[arg-type]
-    name = driver.add(PROMPT, max_tokens, **fields)
-    driver.finish()
-    return driver.text(name), driver.outcome(name), driver
 
 
 @pytest.mark.parametrize("drafts", [None, 0.0, 0.3])
@@ -90,16 +79,6 @@ def test_a_grammar_that_is_awake_goes_before_the_budget() -> None:
     early = ConstraintSpec(ConstraintKind.REGEX, "[0-9]{2}!", ("<",))  # before the whole marker is there
     text, _, _ = answer(b"x" * 20, reasoning=limit(2), constraint=early)
     assert re.fullmatch("xx<[0-9]{2}!", text)
-
-
-def test_a_preempted_sequence_keeps_its_count() -> None:
-    prompts = [tuple(b"%d a prompt" % number) for number in range(2)]
-    runner = WrittenRunner(dict.fromkeys(prompts, b"x" * 80), cells=120, unified=True)
-    driver = StepDriver(runner)
-    names = [driver.add(prompt, 70, reasoning=limit(50)) for prompt in prompts]
-    driver.finish()
-    assert sum(stats.preemptions for stats in driver.stats) > 0
-    assert {driver.text(name) for name in names} == {"x" * 50 + "</t>" + "x" * 16}
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -188,9 +167,6 @@ def test_no_tokens_at_all_computes_the_prompt_and_keeps_it(cache_mb: int) -> Non
 def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
     max_tokens: int, length: int, sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cllm.core import scheduler
-    from cllm.testing import FakeRunner, next_token
-
     monkeypatch.setattr(scheduler, "SCORED_LOGITS", 258 * 17)
     prompt = list(b"It ")[:length]
     while len(prompt) < length:  # some tokens are what the model would have said
@@ -215,8 +191,6 @@ def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
 
 
 def test_a_preempted_prompt_is_scored_once() -> None:
-    from cllm.testing import FakeRunner
-
     driver = StepDriver(FakeRunner(sequences=2, cells=120, unified=True), swap_space_mb=0)
     for number in range(2):
         driver.add(b"%d" % number + bytes(range(50)), 40, prompt_logprobs=1, ignore_eos=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,28 +13,14 @@ from cllm.testing import FakeVocabulary
 from cllm.testing.fake_runner import TURN
 from cllm.text.structured_output import GrammarCompiler, TriggerWatch
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks
-from tests.driver.engine import StepDriver
-from tests.driver.written import WideVocabulary, WrittenRunner, foresight
+from tests.driver.written import PROMPT, WideVocabulary, answer
 from tests.profiles import examples
 
 VOCABULARY = WideVocabulary()
-PROMPT = tuple(b"a prompt")
 
 
 def digits(*triggers: str, source: str = "[0-9]{3}!") -> ConstraintSpec:
     return ConstraintSpec(ConstraintKind.REGEX, source, triggers)
-
-
-def answer(
-    written: list[int] | bytes, spec: ConstraintSpec, max_tokens: int = 60, drafts: Any = None, **fields: Any
-) -> tuple[str, FinishReason, StepDriver]:
-    """The text of one request whose model wants to write this."""
-    answers = {PROMPT: list(written)}
-    options = {"new_drafter": foresight(answers, drafts)} if drafts is not None else {}
-    driver = StepDriver(WrittenRunner(answers), **options)  # type: ignore[arg-type]
-    name = driver.add(PROMPT, max_tokens, constraint=spec, **fields)
-    driver.finish()
-    return driver.text(name), driver.outcome(name), driver
 
 
 def test_it_sleeps_until_the_trigger_and_applies_from_right_after_it() -> None:
@@ -57,11 +41,6 @@ def test_a_control_token_is_a_trigger_by_its_spelling() -> None:
     assert re.fullmatch(r"think[0-9]{3}!", text), "what it is spelled is part of the text only on demand"
     text, _, _ = answer([*b"think", TURN, *b"abc"], digits("k<|x|>a", source="X"), markers=("<|x|>",))
     assert text == "think<|x|>aX"
-
-
-def test_of_several_triggers_the_first_that_is_complete_counts() -> None:
-    text, _, _ = answer(b"one <b> two <a>", digits("<a>", "<b>"))
-    assert re.fullmatch(r"one <b>[0-9]{3}!", text)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +78,6 @@ def test_drafts_stay_on_until_the_trigger(wrong: float) -> None:
     rows = [row for batch in driver.runner.batches for row in batch.rows]
     assert all(row.outputs == 1 for row in rows if row.position >= after), "no drafts under the grammar"
     assert all(row.position + len(row.tokens) <= after + 1 for row in rows if row.outputs > 1)
-
-
-def test_a_preempted_sequence_goes_on_where_it_was() -> None:
-    """Two that do not fit together: one is swapped out in its sleep, or under its grammar."""
-    prompts = [tuple(b"%d a prompt" % number) for number in range(2)]
-    written = {prompt: [*b"w" * 40, *b"<go>", *b"z" * 60] for prompt in prompts}
-    spec = digits("<go>", source="[0-9]{30}!")
-    for swap_space_mb in (64, 0):
-        driver = StepDriver(WrittenRunner(written, cells=120, unified=True), swap_space_mb=swap_space_mb)
-        names = [driver.add(prompt, 90, constraint=spec) for prompt in prompts]
-        driver.finish()
-        assert sum(stats.preemptions for stats in driver.stats) > 0
-        for name in names:
-            assert re.fullmatch(r"w{40}<go>[0-9]{30}!", driver.text(name))
 
 
 def test_an_awake_one_is_the_same_as_without_triggers() -> None:
@@ -164,11 +129,3 @@ def test_marks_in_one_token_count_one_after_the_other() -> None:
     watch = TriggerWatch(("<go>",), Long(), marks)
     assert watch.count_before([*b"<go>", ord("L")]) == 4
     assert [watch.push(token) for token in (*b"<go>", ord("L"))] == [None] * 4 + [2]
-
-
-def test_a_schema_applies_after_the_reasoning() -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    spec = ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema), ("</think>",))
-    text, _, _ = answer(b"Let me see { 12 </think>{x", spec, max_tokens=80)
-    reasoning, _, content = text.partition("</think>")
-    assert reasoning == "Let me see { 12 " and json.loads(content).keys() == {"n"}

@@ -58,7 +58,7 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
                 constraint=constraint,
             )
         )
-    while not loop.scheduler.idle:
+    while loop.scheduler.live:
         loop.step()
     loop.scheduler.check_idle()
     deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.outputs]
