@@ -62,11 +62,6 @@ class Row(NamedTuple):
     scored: Sequence[int] = ()
     scored_top: int = 0
 
-    @property
-    def lines(self) -> int:
-        """Number of lines of logits it yields: first those of `scored`, then those of its outputs."""
-        return len(self.scored) + self.outputs
-
 
 class Batch(NamedTuple):
     """The rows of one step, in ascending order of seq_id, one row per id.

@@ -122,7 +122,7 @@ class Stopping:
         own = True  # what is left was sampled
         while left and reason is None:
             token = left.pop(0)
-            ends = vocabulary.is_end(token) and not request.sampling.ignore_eos
+            ends = token in vocabulary.ends and not request.sampling.ignore_eos
             if ends or token in request.stop_token_ids:
                 reason = FinishReason.STOP
                 break
@@ -150,7 +150,7 @@ class Stopping:
 
     def _append_plain(self, token: int, vocabulary: Vocabulary) -> Appended:
         """The same for the usual case, which a GPU waits for: one token of an answer without conditions."""
-        if vocabulary.is_end(token) and not self._request.sampling.ignore_eos:
+        if token in vocabulary.ends and not self._request.sampling.ignore_eos:
             return Appended((), None, FinishReason.STOP, 0)
         self._tokens.append(token)
         reason = FinishReason.LENGTH if len(self._tokens) >= self.token_limit else None

@@ -60,17 +60,18 @@ def test_the_top_k_and_all_within_the_gap_are_found(
 ) -> None:
     logits = make_logits(seed, rows, width, levels)
     gap = 0.0 if top_k else 0.1 * levels
-    for scan in (native, LogitScan()):
-        found = scan.reaching(logits, [(top_k, gap)] * rows)
-        if found is None:
-            continue  # more than a prefilter is good for
-        for row, line in enumerate(logits):
-            ids = found.ids[found.bounds[row] : found.bounds[row + 1]]
-            values = found.logits[found.bounds[row] : found.bounds[row + 1]]
-            assert (np.diff(ids) > 0).all() and (line[ids] == values).all()
-            threshold = np.sort(line)[-top_k] if top_k else line.max() - gap
+    arrays = native.candidates(logits, [(top_k, gap)] * rows)
+    for row, line in enumerate(logits):
+        threshold = np.sort(line)[-top_k] if top_k else line.max() - gap
+        found = [candidates.reaching(line, top_k, gap)]
+        if arrays is not None:  # fewer than a prefilter is good for
+            drawn = arrays[row].data[: arrays[row].size]
+            assert [each.logit for each in drawn] == line[[each.id for each in drawn]].tolist()
+            assert len(drawn) < width / 4
+            found.append(np.array([each.id for each in drawn]))
+        for ids in found:
+            assert (np.diff(ids) > 0).all()
             assert set(np.flatnonzero(line >= threshold)) <= set(ids.tolist())
-            assert len(ids) < width / 4
 
 
 def test_many_passes_on_all_threads(native: LogitScan) -> None:

@@ -7,6 +7,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class LlamaContext(Owned):
             self._unsettled.discard(row.seq_id)
         self.workers.work_for(self.pointer)
         self._decode_started = time.perf_counter()
-        code = int(self.api.llama_decode(self.pointer, self._batch.struct))
+        code: int = self.api.llama_decode(self.pointer, self._batch.struct)
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
@@ -170,9 +171,7 @@ class LlamaContext(Owned):
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-        return view.reshape(outputs, self._vocabulary_size)
+        return _view_logits(address, outputs, self._vocabulary_size)
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
@@ -288,6 +287,12 @@ class LlamaContext(Owned):
         return False
 
 
+@lru_cache(maxsize=64)  # making one takes longer than the pass over a small vocabulary
+def _view_logits(address: int, outputs: int, width: int) -> npt.NDArray[np.float32]:
+    flat = (ctypes.c_float * (outputs * width)).from_address(address)
+    return np.frombuffer(flat, np.float32).reshape(outputs, width)
+
+
 def _new_state(size: int) -> KVState:
     """Memory for a state: pages of its own, which are the system's again when it is freed.
 
@@ -310,6 +315,7 @@ class NativeBatch:
 
     def __init__(self, api: Any, capacity: int, sequences: int) -> None:
         self.capacity = capacity
+        self.lines = 0  # of logits that its rows yield: each first those of `scored`, then those of outputs
         self._token = np.zeros(capacity, np.int32)
         self._position = np.zeros(capacity, np.int32)
         self._id_count = np.ones(capacity, np.int32)
@@ -337,18 +343,20 @@ class NativeBatch:
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
         self.struct.n_tokens = count
+        lines = [len(row.scored) + row.outputs for row in rows]
+        self.lines = sum(lines)
         if count == len(rows):  # one token each: one assignment for all of them
             self._token[:count] = [row.tokens[0] for row in rows]
             self._position[:count] = [row.position for row in rows]
             self._id_pointer[:count] = [base + 4 * seq_id for seq_id in ids]
-            self._output[:count] = [row.lines for row in rows]
+            self._output[:count] = lines
             return
         begin = 0
         self._output[:count] = 0
-        for row in rows:
+        for row, wanted in zip(rows, lines, strict=True):
             end = begin + len(row.tokens)
             self._token[begin:end] = row.tokens
             self._position[begin:end] = np.arange(row.position, row.position + len(row.tokens))
             self._id_pointer[begin:end] = base + 4 * row.seq_id
-            self._output[end - row.lines : end] = 1
+            self._output[end - wanted : end] = 1
             begin = end
