@@ -74,6 +74,7 @@ class FakeVocabulary:
     end_text = "<|end|>"
     ends = frozenset({END_TOKEN})
     bound = TokenBound(longest=len("<|x|>"))
+    infill: InfillTokens | None = None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         parts = text.split("<|x|>") if parse_special else [text]
@@ -91,10 +92,6 @@ class FakeVocabulary:
 
     def is_control(self, token: int) -> bool:
         return token >= END_TOKEN
-
-    @property
-    def infill(self) -> InfillTokens | None:
-        return None
 
 
 class FakeSampler:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
@@ -126,32 +125,19 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] != ["serve"]:
         return _run_worker(arguments)
     parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
-    defaults = {
-        "port": 0,
-        "parallel": 8,
-        "ctx-size": 8192,
-        "step-ms": 0.0,
-        "queue-size": 1024,
-        "draft-tokens": 0,
-    }
+    numbers = {"port": 0, "parallel": 8, "ctx-size": 8192, "queue-size": 1024, "draft-tokens": 0}
     texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
     texts |= dict.fromkeys(("pooling", "cache-dir", "cluster", "engine-module"), "")
-    for name, default in (texts | defaults).items():
+    for name, default in (texts | numbers | {"step-ms": 0.0}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
-    engine = EngineConfig(
-        model=str(options.pop("step_ms")),
-        parallel=options.pop("parallel"),
-        ctx_size=options.pop("ctx_size"),
-        batch_tokens=512,
-        draft_tokens=options.pop("draft_tokens"),
-        pooling=options.pop("pooling"),
-        cache_dir=(cache := options.pop("cache_dir")),
-        cache_disk_mb=64 if cache else 0,
-    )
+    names = ("parallel", "ctx_size", "draft_tokens", "pooling", "cache_dir")
+    settings = {name: options.pop(name) for name in names}
+    settings |= {"model": str(options.pop("step_ms")), "batch_tokens": 512}
+    settings["cache_disk_mb"] = 64 if settings["cache_dir"] else 0
     cluster, module = options.pop("cluster"), options.pop("engine_module")
+    engine = EngineConfig(**settings)
     if cluster:
-        settings = msgspec.structs.asdict(engine)
         engine = ClusterConfig(**settings, cluster=cluster, deployment="scripted")
         module = module or "cllm.cluster.cluster_worker"
     serve_scripted(engine, ServerConfig(**options, drain_s=1.0), module)

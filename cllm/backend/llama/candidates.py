@@ -24,7 +24,8 @@ from cllm.types import SamplingParams, TokenMask
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
-NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+Tokens = npt.NDArray[np.int32]
+NO_TOKENS: Tokens = np.zeros(0, np.int32)
 GROUP = 64  # tokens that are looked at by their maximum first
 NARROWING = 2 * GROUP  # a prefilter narrows if it keeps less than this part of a vocabulary
 COARSE = 16  # groups that are ordered by their maximum
@@ -68,26 +69,12 @@ class LogitScan:
         """
         function(pointer)
 
-    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+    def likeliest(self, logits: Logits, excluded: Tokens | None = None) -> list[int]:
         """The likeliest token of each row; of equals the first. Some are excluded, from `logits`, too."""
-        if len(excluded):
+        if excluded is not None:
             logits[:, excluded] = -np.inf
         found: list[int] = logits.argmax(axis=1).tolist()
         return found
-
-    def candidates(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Any:
-        """An array of candidates for each row, to be used once; None where rows are to be sampled one by one.
-
-        Each holds what can survive the row's prefilter, a top-k and a gap that narrow it, in order of id.
-        """
-        return None
-
-    def apply(self, function: Any, chains: Sequence[int], arrays: Any) -> list[int]:
-        """Run a sampler chain over each array of candidates: the tokens that they select, or -1.
-
-        `function` is llama.cpp's.
-        """
-        return [apply_chain(function, chain, arrays[place]) for place, chain in enumerate(chains)]
 
 
 class NativeLogitScan(LogitScan):
@@ -116,7 +103,7 @@ class NativeLogitScan(LogitScan):
         self._data = np.zeros((rows, MAX_CANDIDATES), _CANDIDATE)
         self._begins = self._data.ctypes.data + self._data.strides[0] * np.arange(rows, dtype=np.uintp)
         self._arrays = (llama_token_data_array * rows)()
-        self._view = np.frombuffer(self._arrays, _CANDIDATE_ARRAY)
+        self._view = np.frombuffer(memoryview(self._arrays).cast("B"), _CANDIDATE_ARRAY)
 
     def close(self) -> None:
         if self._pool:
@@ -130,25 +117,32 @@ class NativeLogitScan(LogitScan):
         else:
             self._api.cllm_wait(self._pool, threads, int(1e9 * (expected_s - WAKE_S)), function, pointer)
 
-    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+    def likeliest(self, logits: Logits, excluded: Tokens | None = None) -> list[int]:
         assert logits.dtype == np.float32
         rows, width = logits.shape
         threads, parts = 1, 1
         if logits.size > ALONE and (threads := self._count_threads(logits.size)) > 1:
             parts = -(-width // self._part)
         best, tokens = (c_float * (rows * parts))(), (c_int32 * (rows * parts))()
-        excludes = (excluded.ctypes.data, len(excluded)) if len(excluded) else (None, 0)
-        shape = self._pool, threads, byref(c_float.from_buffer(logits)), rows, width
+        excludes: tuple[int | None, int] = None, 0
+        if excluded is not None and len(excluded):
+            excludes = excluded.ctypes.data, len(excluded)
+        shape = self._pool, threads, byref(c_float.from_buffer(logits.data)), rows, width
         self._api.cllm_argmax(*shape, *excludes, parts, best, tokens)
-        return tokens[:rows]
+        found: list[int] = tokens[:rows]
+        return found
 
     def candidates(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Any:
+        """An array of candidates for each row, to be used once; None where rows are to be sampled one by one.
+
+        Each holds what can survive the row's prefilter, a top-k and a gap that narrow it, in order of id.
+        """
         assert logits.dtype == np.float32
         rows, width = logits.shape
         if len(self._counts) < rows:
             self._make_room(rows)
         threads = min(self._count_threads(logits.size), rows) if logits.size > ALONE else 1
-        shape = self._pool, threads, byref(c_float.from_buffer(logits)), rows, width
+        shape = self._pool, threads, byref(c_float.from_buffer(logits.data)), rows, width
         top_k, gaps = zip(*prefilters, strict=True)
         filters = (c_int32 * rows)(*top_k), (c_float * rows)(*gaps), MAX_CANDIDATES
         self._api.cllm_reach(*shape, *filters, *self._results)
@@ -162,6 +156,10 @@ class NativeLogitScan(LogitScan):
         return self._arrays
 
     def apply(self, function: Any, chains: Sequence[int], arrays: Any) -> list[int]:
+        """Run a sampler chain over each array of candidates: the tokens that they select, or -1.
+
+        `function` is llama.cpp's.
+        """
         rows = len(chains)
         tokens = (c_int32 * rows)()
         threads = max(1, min(self._threads, rows // CHAINS))
@@ -278,7 +276,7 @@ def reaching(logits: Logits, top_k: int, gap: float) -> Ids:
         ordered = dealt.max(axis=0)
         threshold = np.partition(ordered, len(ordered) - top_k)[len(ordered) - top_k]
     members = np.flatnonzero(maxima >= threshold)[:, None] + np.arange(0, groups * GROUP, groups)
-    found = members[logits[members] >= threshold]
+    found: npt.NDArray[np.intp] = members[logits[members] >= threshold]
     if len(rest):
         found = np.concatenate((found, groups * GROUP + np.flatnonzero(rest >= threshold)))
     found.sort()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from cllm.backend.base import SCORED_LOGITS, KVState, Row, StepStatus
+from cllm.backend.base import SCORED_LOGITS, KVState, Row
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
@@ -28,7 +28,6 @@ MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
 WHOLE, PARTIAL = 0, 1  # llama.cpp's flags of a state: all of it, or without the cells that can be cut
-_STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -1: StepStatus.BAD_BATCH}
 
 
 def request_share(cells: int, parallel: int) -> int:
@@ -50,11 +49,6 @@ def used_outputs(config: EngineConfig, vocabulary: int) -> int:
 
 def _padded(cells: int) -> int:
     return -(-cells // CELL_BLOCK) * CELL_BLOCK
-
-
-def get_status(code: int) -> StepStatus:
-    """The class of a return code of `llama_decode`."""
-    return _STATUSES.get(code, StepStatus.FAILED)
 
 
 def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None) -> Any:
@@ -188,17 +182,6 @@ class LlamaContext(Owned):
         if self.limits.unified and all(self.next_position(other) == 0 for other in slots):
             self.api.llama_memory_clear(self.memory, False)
 
-    def remove_padding(self, seq_id: int, position: int) -> None:
-        """Remove the token that a padding row put at the end of a sequence.
-
-        Not as `truncate`, which may have to drop the whole sequence: one token more has pushed nothing out of
-        a sliding window that its successor at the same position looks back on.
-        """
-        if position == 0:
-            self.remove(seq_id)
-        else:
-            self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
-
     def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         """See `ModelRunner.truncate`."""
         held = self.next_position(seq_id)
@@ -290,7 +273,8 @@ class LlamaContext(Owned):
 @lru_cache(maxsize=64)  # making one takes longer than the pass over a small vocabulary
 def _view_logits(address: int, outputs: int, width: int) -> npt.NDArray[np.float32]:
     flat = (ctypes.c_float * (outputs * width)).from_address(address)
-    return np.frombuffer(flat, np.float32).reshape(outputs, width)
+    view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+    return view.reshape(outputs, width)
 
 
 def _new_state(size: int) -> KVState:

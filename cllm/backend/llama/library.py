@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -107,10 +108,6 @@ class Library:
                 )
         self._module_looked_for = True
 
-    def system_info(self) -> str:
-        """The instruction sets that llama.cpp was compiled for."""
-        return str(self.api.llama_print_system_info().decode())
-
 
 def find() -> Path:
     """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native."""
@@ -175,13 +172,8 @@ def find_module(directory: Path) -> Path | None:
 
 
 def modules_for(directory: Path) -> list[Module]:
-    """The modules that were built for a library. Asks no driver."""
-    return find_modules() if takes_modules(directory) else []
-
-
-def takes_modules(directory: Path) -> bool:
-    """True if modules of `cllm build` fit a library: others may be of another version."""
-    return (directory / "build.json").exists()
+    """The modules that were built for a library, one of `cllm build`. Asks no driver."""
+    return find_modules() if (directory / "build.json").exists() else []
 
 
 def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
@@ -199,6 +191,19 @@ def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
         if gpu:
             _loaded.load_module()
         return _loaded
+
+
+def run_apart(module: str, data: bytes, limit_s: float) -> bytes:
+    """Run a module in a process that may die of it, and return its output. Raises LibraryError."""
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
+    command = [sys.executable, "-m", module]
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=limit_s, env=environment)
+    except subprocess.TimeoutExpired:
+        raise LibraryError(f"it did not finish within {limit_s:.0f} s") from None
+    if done.returncode != 0:
+        raise LibraryError(exit_reason(done.returncode, done.stderr))
+    return done.stdout
 
 
 def exit_reason(code: int, stderr: bytes) -> str:

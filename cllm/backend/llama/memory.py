@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +122,11 @@ class MemoryFit:
         """
         self._header, self._config, self._scale = header, config, scale
         self._placer = Placer(header, config, devices)
+        self.available = available_memory()  # bytes of the host's; None where they are unknown
+        self._asked = config.parallel or min(config.slots, MAX_PARALLEL)  # requests at a time; 0 if any
+        # The most cells that a slot gets without being asked for.
+        tokens = min(config.max_request_tokens or MAX_SHARE, header.context_train)
+        self._longest = max(CELL_BLOCK, request_share(tokens, 1))
         with ExitStack() as stack:
             self._dry = dry or stack.enter_context(DryLoad())
             self.parallel, self.share, self.placement = self._choose()
@@ -149,11 +153,6 @@ class MemoryFit:
         embedding = 0 if self.placement.complete else self.embedding
         self.total = self.places[0].needed + embedding + self.grammars + self.states
 
-    @cached_property
-    def available(self) -> int | None:
-        """Bytes available in the host's memory; None where they are unknown."""
-        return available_memory()
-
     def _choose(self) -> tuple[int, int, Placement]:
         """Requests at a time, cells of each, and layers on GPUs.
 
@@ -161,10 +160,9 @@ class MemoryFit:
         `DEFAULT_REQUEST_CELLS`. Where many layers stay with the CPU anyway, there is context for an agent's
         first message: see `MAX_MORE_CPU_LAYERS`.
         """
-        config, longest = self._config, self._longest
+        config, longest, asked = self._config, self._longest, self._asked
         layers = asked_layers(config)
         whole = self._placer.place(self._placer.total if layers is None else layers)
-        asked = config.parallel or min(config.slots, MAX_PARALLEL)
         if config.ctx_size:
             parallel = asked or min(MAX_PARALLEL, max(1, config.ctx_size // DEFAULT_REQUEST_CELLS))
             slots = max(config.slots, parallel)
@@ -189,8 +187,7 @@ class MemoryFit:
 
     def _choose_context(self, placement: Placement) -> tuple[int, int]:
         """Requests at a time and cells of each: fewer requests before less context, see `AGENT_SHARE`."""
-        config, longest = self._config, self._longest
-        asked = config.parallel or min(config.slots, MAX_PARALLEL)
+        longest, asked = self._longest, self._asked
         if self.available is None and not placement.gpu_layers:
             return asked or MAX_PARALLEL, min(DEFAULT_REQUEST_CELLS, longest)
         if asked:
@@ -211,12 +208,6 @@ class MemoryFit:
             key=lambda count: not self._fits(parallel, share, self._placer.place(count), host=False),
         )
         return self._placer.place(layers)
-
-    @property
-    def _longest(self) -> int:
-        """The most cells that a slot gets without being asked for."""
-        tokens = min(self._config.max_request_tokens or MAX_SHARE, self._header.context_train)
-        return max(CELL_BLOCK, request_share(tokens, 1))
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""

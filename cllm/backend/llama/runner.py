@@ -24,7 +24,7 @@ from cllm.backend.base import (
 )
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
-from cllm.backend.llama.context import LlamaContext, get_status
+from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.dry_load import Sizes, read_sizes
 from cllm.backend.llama.embedding import EmbeddingContext
@@ -208,12 +208,17 @@ class LlamaRunner(LlamaContext, ModelRunner):
             self._wait()
         elif code == 0:
             self.api.llama_synchronize(self.pointer)
+        # Not as `truncate`, which may have to drop the whole sequence: a token more has pushed nothing out of
+        # a sliding window that its successor at the same position looks back on.
         for seq_id, position in self._padding.items():
-            self.remove_padding(seq_id, position)
+            if position == 0:
+                self.remove(seq_id)
+            else:
+                self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
         decoded = time.perf_counter()
         compute_s = decoded - self._decode_started
         if code != 0:
-            return StepResult(get_status(code), code=code, compute_s=compute_s)
+            return StepResult(StepStatus(code), code=code, compute_s=compute_s)
         if lines:
             results = self.batch_sampler.sample(batch.rows, self.logits(lines))
         else:

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import (
@@ -23,6 +22,8 @@ from cllm.backend.llama.candidates import (
     Candidates,
     Logits,
     LogitScan,
+    NativeLogitScan,
+    Tokens,
     TopKPrefilter,
     apply_chain,
     best,
@@ -49,7 +50,7 @@ class LlamaSampler:
         api: Any,
         params: SamplingParams,
         chain: Owned | None,
-        excluded: npt.NDArray[np.int32],
+        excluded: Tokens,
         context: int,
     ) -> None:
         self._api = api
@@ -306,21 +307,22 @@ class BatchSampler:
             if narrows and one.row.mask is None:
                 narrow.append(one)
                 prefilters += [(prefilter.top_k, prefilter.gap)] * one.row.outputs
-        if not prefilters:
+        scan = self.scan
+        if not prefilters or not isinstance(scan, NativeLogitScan):
             return
         started = time.perf_counter()
         if len(prefilters) < len(logits):
             logits = logits[[one.first + place for one in narrow for place in range(one.row.outputs)]]
         try:
             chains = [one.sampler.chain.pointer for one in narrow if one.sampler.chain is not None]
-            arrays = self.scan.candidates(logits, prefilters)
+            arrays = scan.candidates(logits, prefilters)
         except Exception:
             log.exception("the candidates of %d rows could not be found", len(narrow))
             return
         if arrays is None:
             return
         apply, at_once = self._api.llama_sampler_apply, len(prefilters) == len(narrow)
-        tokens = self.scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
+        tokens = scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
         each_s = (time.perf_counter() - started) / len(prefilters)
         first = 0
         for one, chain in zip(narrow, chains, strict=True):  # without penalties: no token is to be accepted
@@ -358,7 +360,7 @@ class BatchSampler:
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
     """The rows that want output. Excluded tokens are taken out of all lines at once: most exclude alike."""
     work = []
-    excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
+    excluding: dict[int, tuple[Tokens, list[int]]] = {}  # by identity: tokens, and lines
     first = 0
     for row in rows:
         if not row.outputs:
