@@ -93,6 +93,7 @@ def test_rows_prefiltered_together_choose_what_each_chooses_alone(spread: float,
     params = [each for each in params if each.top_k < SIZE // NARROWING] * times
     assert len(params) == times * (len(CUTTING) - 1)
     scan, alone = make_logit_scan(4), Candidates(api, SIZE)
+    assert isinstance(scan, NativeLogitScan)
     nothing_cut = TopKPrefilter(SamplingParams(temperature=0))
     chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
     cuts = [(cut.top_k, cut.gap) for cut in map(TopKPrefilter, params)]

@@ -226,36 +226,22 @@ class Candidates:
 
         `adjusted` are the tokens whose logits the chain may change. None stands for any.
         """
-        ids = self._prefiltered(logits, prefilter, mask, adjusted)
-        if ids is None:
-            count = len(self._ids)
-            self._data["id"] = self._ids  # the samplers of the row before have moved things about
-            self._data["logit"] = logits if mask is None else np.where(mask, logits, -np.inf)
+        ids: Ids = self._ids
+        top_k = prefilter.top_k + (len(adjusted) if adjusted is not None else 0)
+        unknown = prefilter.adjusts and adjusted is None
+        if prefilter.exists and mask is not None and np.count_nonzero(mask) <= self.NARROW:
+            ids = np.flatnonzero(mask)
         else:
-            count = len(ids)
-            data = self._data[:count]
-            data["id"] = ids
-            data["logit"] = logits[ids]
-        array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
+            if mask is not None:
+                logits = np.where(mask, logits, np.float32(-np.inf))
+            if prefilter.exists and not unknown and top_k < len(logits) // NARROWING:
+                ids = reaching(logits, top_k, prefilter.gap)
+                if adjusted is not None:
+                    ids = np.union1d(ids, adjusted if mask is None else adjusted[mask[adjusted]])
+        data = self._data[: len(ids)]
+        data["id"], data["logit"] = ids, logits if ids is self._ids else logits[ids]
+        array = self._api.llama_token_data_array(data=self._pointer, size=len(ids), selected=-1, sorted=False)
         return apply_chain(self._api.llama_sampler_apply, chain, array)
-
-    def _prefiltered(
-        self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None, adjusted: Ids | None
-    ) -> Ids | None:
-        """A superset of what survives the chain's first sampler, in order of id; None for all of them."""
-        if mask is not None and prefilter.exists and np.count_nonzero(mask) <= self.NARROW:
-            return np.flatnonzero(mask)
-        if prefilter.adjusts and adjusted is None:
-            return None
-        top_k = prefilter.top_k + (len(adjusted) if prefilter.adjusts and adjusted is not None else 0)
-        if not prefilter.exists or top_k >= len(logits) // NARROWING:
-            return None
-        if mask is not None:
-            logits = np.where(mask, logits, np.float32(-np.inf))
-        found = reaching(logits, top_k, prefilter.gap)
-        if adjusted is None:
-            return found
-        return np.union1d(found, adjusted if mask is None else adjusted[mask[adjusted]])
 
 
 def reaching(logits: Logits, top_k: int, gap: float) -> Ids:

@@ -13,7 +13,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -75,13 +74,11 @@ def list_devices() -> tuple[Device, ...]:
 
     They are asked for in a process that may die of it, and takes its memory along; once in a process's life.
     """
-    with suppress(LibraryError):
-        return ask_library() if may_use_gpu() else ()
-    return ()
-
-
-def ask_library() -> tuple[Device, ...]:
-    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
+    try:
+        if not may_use_gpu():
+            return ()
+    except LibraryError:
+        return ()
     try:
         devices = json.loads(run_apart("cllm.backend.llama.placement", b"", _LIMIT_S))
     except LibraryError as error:
