@@ -90,40 +90,14 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
     )
 
 
-def _run_worker(arguments: list[str]) -> int:
-    from cllm.workers.engine_worker import main as run_worker
-    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
-
-    tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
-    return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
-
-
-def serve_scripted(config: EngineConfig, server: ServerConfig, engine_module: str = "") -> None:
-    """Serve `ScriptedRunner` over HTTP until a signal ends it; the engine may be another worker's."""
-    from cllm.cli.serve import _new_event_loop
-    from cllm.frontend.engine_client import EngineClient
-    from cllm.frontend.engine_registry import EngineRegistry
-    from cllm.logs import configure_logging
-    from cllm.server.serve import bind, serve
-    from cllm.workers.executor import ProcessExecutor
-
-    configure_logging(server.log_level)
-    executor = ProcessExecutor(
-        config, log_level=server.log_level, module="cllm.testing", engine_module=engine_module
-    )
-    engine = EngineClient(executor, queue_size=server.queue_size)
-
-    announce = partial(print, "cllm serves fake (a script) at", flush=True)
-    with (
-        contextlib.closing(bind(server)) as listeners,
-        asyncio.Runner(loop_factory=_new_event_loop) as runner,
-    ):
-        runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))
-
-
 def main(arguments: list[str]) -> int:
+    """Serve `ScriptedRunner` over HTTP until a signal ends it, or be a worker of such a server."""
     if arguments[:1] != ["serve"]:
-        return _run_worker(arguments)
+        from cllm.workers.engine_worker import main as run_worker
+        from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
+
+        tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
+        return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
     parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
     numbers = {"port": 0, "parallel": 8, "ctx-size": 8192, "queue-size": 1024, "draft-tokens": 0}
     texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
@@ -140,5 +114,23 @@ def main(arguments: list[str]) -> int:
     if cluster:
         engine = ClusterConfig(**settings, cluster=cluster, deployment="scripted")
         module = module or "cllm.cluster.cluster_worker"
-    serve_scripted(engine, ServerConfig(**options, drain_s=1.0), module)
+    _serve(engine, ServerConfig(**options, drain_s=1.0), module)
     return 0
+
+
+def _serve(config: EngineConfig, server: ServerConfig, engine_module: str) -> None:
+    """The engine may be another worker's."""
+    from cllm.cli.serve import _new_event_loop
+    from cllm.frontend.engine_client import EngineClient
+    from cllm.frontend.engine_registry import EngineRegistry
+    from cllm.logs import configure_logging
+    from cllm.server.serve import bind, serve
+    from cllm.workers.executor import ProcessExecutor
+
+    configure_logging(server.log_level)
+    options = {"log_level": server.log_level, "module": "cllm.testing", "engine_module": engine_module}
+    engine = EngineClient(ProcessExecutor(config, **options), queue_size=server.queue_size)
+    announce = partial(print, "cllm serves fake (a script) at", flush=True)
+    new_loop = asyncio.Runner(loop_factory=_new_event_loop)
+    with contextlib.closing(bind(server)) as listeners, new_loop as runner:
+        runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))

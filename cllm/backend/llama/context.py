@@ -193,7 +193,7 @@ class LlamaContext(Owned):
             self._unsettled.add(seq_id)
         usable = length > 0 and (checkpoint is not None or length >= shortest)
         if usable and checkpoint is not None:  # before the cut, which it allows
-            usable = self._set_state(seq_id, checkpoint, PARTIAL)
+            usable = self.restore(seq_id, checkpoint, PARTIAL)
         if (
             usable
             and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
@@ -211,8 +211,8 @@ class LlamaContext(Owned):
         if seq_id not in self._unsettled:
             return True
         self._unsettled.discard(seq_id)
-        state = self._get_state(seq_id, PARTIAL)
-        return state is not None and self._set_state(seq_id, state, PARTIAL)
+        state = self.checkpoint(seq_id)
+        return state is not None and self.restore(seq_id, state, PARTIAL)
 
     def min_length(self, seq_id: int) -> int:
         """See `ModelRunner.min_length`: what the next token would look back on must still be there.
@@ -236,22 +236,8 @@ class LlamaContext(Owned):
             self._copying |= {source, target}
         return self.truncate(target, length)
 
-    def save(self, seq_id: int) -> KVState | None:
+    def save(self, seq_id: int, flags: int = WHOLE) -> KVState | None:
         """The sequence's KV as bytes; None while its cells are still to be copied."""
-        return self._get_state(seq_id, WHOLE)
-
-    def state_bytes(self, seq_id: int) -> int:
-        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
-
-    def checkpoint(self, seq_id: int) -> KVState | None:
-        """See `ModelRunner.checkpoint`."""
-        return self._get_state(seq_id, PARTIAL)
-
-    def restore(self, seq_id: int, state: KVState) -> bool:
-        """Put saved KV into an empty sequence; on failure it is empty again."""
-        return self._set_state(seq_id, state, WHOLE)
-
-    def _get_state(self, seq_id: int, flags: int) -> KVState | None:
         if seq_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
@@ -259,7 +245,15 @@ class LlamaContext(Owned):
         written = self.api.llama_state_seq_get_data_ext(self.pointer, _address(state), size, seq_id, flags)
         return state if written == size else None
 
-    def _set_state(self, seq_id: int, state: KVState, flags: int) -> bool:
+    def state_bytes(self, seq_id: int) -> int:
+        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        """See `ModelRunner.checkpoint`."""
+        return self.save(seq_id, PARTIAL)
+
+    def restore(self, seq_id: int, state: KVState, flags: int = WHOLE) -> bool:
+        """Put saved KV into an empty sequence, or a checkpoint into its own; on failure it is empty."""
         if seq_id in self._copying:
             return False
         self._snapshots.pop(seq_id, None)

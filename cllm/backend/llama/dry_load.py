@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -61,18 +60,13 @@ class _Node(ctypes.Structure):
     )
 
 
-@cache
-def _breakdown(folder: Path) -> Any:
-    function = getattr(ctypes.CDLL(str(folder / f"libllama.{LIBRARY_SUFFIX}")), _BREAKDOWN)
-    function.restype, function.argtypes = _Map, (ctypes.c_void_p,)
-    return function
-
-
 def read_sizes(library: Library, context: Any) -> dict[str, Sizes]:
     """Sizes of a context and of the weights of its model, by device."""
     api = library.api
     found = {HOST: Sizes()}
-    addresses = [_breakdown(library.directory)(context).root]
+    breakdown = getattr(ctypes.CDLL(str(library.directory / f"libllama.{LIBRARY_SUFFIX}")), _BREAKDOWN)
+    breakdown.restype, breakdown.argtypes = _Map, (ctypes.c_void_p,)
+    addresses = [breakdown(context).root]
     while addresses:
         if (address := addresses.pop()) is None:
             continue

@@ -253,12 +253,9 @@ class _Cursor:
             raise ValueError("an array of arrays")
         if count <= _KEPT_ARRAY:
             return [self.value(kind) for _ in range(count)]
-        self._skip_strings(count)
-        return range(count)
-
-    def _skip_strings(self, count: int) -> None:
-        """Go past strings. A vocabulary has 300,000 of them, and a start reads it six times."""
+        # Strings: a vocabulary has 300,000 of them, and a start reads it six times.
         view, offset, lengths = self._view, self.offset, struct.Struct("<Q").unpack_from
         for _ in range(count):
             offset += 8 + lengths(view, offset)[0]
         self.offset = offset
+        return range(count)

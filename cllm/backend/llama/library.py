@@ -110,23 +110,20 @@ class Library:
 
 
 def find() -> Path:
-    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native."""
+    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native.
+
+    Raises LibraryError if there is none, or the package is of another version.
+    """
     if named := os.environ.get("CLLM_LIBRARY"):
         return Path(named)
-    found = find_built() or find_packaged()
-    if found is None:
+    if (built := find_built()) is not None:
+        return built
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise LibraryError(
             "no native library for this machine: install the package cllm-native, or run `cllm build` "
             "(three to four minutes, once)"
         )
-    return found
-
-
-def find_packaged() -> Path | None:
-    """The library in the package cllm-native, if it is installed. Raises LibraryError for another version."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
     folder = Path(next(iter(spec.submodule_search_locations)))
     version = read_build_info(folder).get("version")
     if version != BINDINGS_VERSION:

@@ -193,7 +193,7 @@ class MemoryFit:
         if asked:
             return asked, self._largest_share(asked, placement)
         several = range(2, MAX_PARALLEL + 1)
-        if more := bisect(several, True, key=lambda n: not self._is_affordable(n, longest, placement)):
+        if more := bisect(several, True, key=lambda n: not self._fits(n, longest, placement, roomy=True)):
             return several[more - 1], longest
         share = self._largest_share(2, placement)
         if share >= min(AGENT_SHARE, longest):
@@ -213,20 +213,17 @@ class MemoryFit:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
         blocks = range(1, self._longest // CELL_BLOCK + 1)
         affordable = bisect(
-            blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK, placement)
+            blocks, True, key=lambda n: not self._fits(parallel, n * CELL_BLOCK, placement, roomy=True)
         )
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
-    def _is_affordable(self, parallel: int, share: int, placement: Placement) -> bool:
-        """True if KV takes at most half of what the rest leaves free, everywhere."""
+    def _fits(
+        self, parallel: int, share: int, placement: Placement, *, host: bool = True, roomy: bool = False
+    ) -> bool:
+        """True if it fits everywhere; if `roomy`, with KV in at most half of what the rest leaves free."""
         with suppress(NotEnoughMemory):
-            return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
-        return False
-
-    def _fits(self, parallel: int, share: int, placement: Placement, *, host: bool = True) -> bool:
-        with suppress(NotEnoughMemory):
-            places = self._sum_up(parallel, share, placement)
-            return all(place.fits for place in (places if host else places[1:]))
+            places = self._sum_up(parallel, share, placement)[0 if host else 1 :]
+            return all(place.is_roomy if roomy else place.fits for place in places)
         return False
 
     def _sum_up(self, parallel: int, share: int, placement: Placement) -> tuple[Place, ...]:
@@ -302,10 +299,6 @@ class MemoryFit:
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
         )
 
-    def describe_placement(self) -> str:
-        """The layers of each device, and what it holds then."""
-        return f"{self.placement.describe()}: {self.describe()}"
-
     def describe_context(self) -> str:
         """The context, and why it is what it is."""
         config, train = self._config, self._header.context_train
@@ -380,8 +373,8 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
     if asked_layers(config) and not devices:
         log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
-    place = fit.describe_placement() if devices else fit.describe()
-    log.info("context: %s; memory: %s", fit.describe_context(), place)
+    placed = f"{fit.placement.describe()}: " if devices else ""
+    log.info("context: %s; memory: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
     host = available_memory()
     if host is None or fit.total <= host:

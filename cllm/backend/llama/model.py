@@ -218,7 +218,10 @@ class LlamaVocabulary:
         special: list[str] = []
         short: set[bytes] = set()
         longest, strips = 0, 0
-        byte_level = self._is_byte_level()
+        kind = self._model.metadata("tokenizer.ggml.model")
+        space = self.tokenize(" ", add_special=False, parse_special=False) if kind == "gpt2" else []
+        # BPE over bytes, each written as a character of its own.
+        byte_level = [text_of(pointer, token) for token in space] == ["Ġ".encode()]
         for token in range(self.size):
             attributes, text = attribute(pointer, token), text_of(pointer, token)
             strips |= attributes & _STRIPS
@@ -230,18 +233,10 @@ class LlamaVocabulary:
                 # In byte-level BPE a character stands for a byte.
                 characters = byte_level and attributes & (_NORMAL | _SPELLED) == _NORMAL
                 longest = max(longest, len(text.decode("utf-8", "replace") if characters else text))
-        keeps_text = byte_level or self._model.metadata("tokenizer.ggml.model") == "llama"
-        if strips or not keeps_text:
+        if strips or not (byte_level or kind == "llama"):
             return frozenset(special), TokenBound()
         dropped = bytes(byte for byte, text in _BYTE_LEVEL if text not in short) if byte_level else b""
         return frozenset(special), TokenBound(longest, dropped)
-
-    def _is_byte_level(self) -> bool:
-        """True for BPE over bytes, each written as a character of its own: a space as `Ġ`."""
-        if self._model.metadata("tokenizer.ggml.model") != "gpt2":
-            return False
-        tokens = self.tokenize(" ", add_special=False, parse_special=False)
-        return len(tokens) == 1 and self._api.llama_vocab_get_text(self.pointer, tokens[0]) == "Ġ".encode()
 
     @cached_property
     def begin_text(self) -> str:
