@@ -492,9 +492,6 @@ class Vocabulary(HasBound, Protocol):
     def spelling(self, token: int) -> str:
         """How a token is written in a prompt; that of control tokens, too."""
 
-    def is_end(self, token: int) -> bool:
-        """True for end-of-generation tokens."""
-
     def is_control(self, token: int) -> bool:
         """True for tokens that stand for no text of their own."""
 

@@ -93,7 +93,7 @@ def write(
             often = endings if endings and source.random() < 0.3 else allowed.tolist()
             forced = [source.choice(often)]
         token = forced.pop(0)
-        if vocabulary.is_end(token):
+        if token in vocabulary.ends:
             return data.decode(), True
         constraint.accept(token)
         data += vocabulary.piece(token)

@@ -59,26 +59,26 @@ def make_all(directory: Path) -> dict[str, Path]:
     }
 
 
-def make_hybrid(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_hybrid(path: Path) -> Path:
     """Write a granitehybrid model: a mamba2 layer, then attention. Its state cannot be rolled back."""
-    writer = make_writer(path, "granitehybrid", VOCABULARY, context)
+    writer = make_writer(path, "granitehybrid", VOCABULARY, CONTEXT)
     add_attention_metadata(writer, key_value_heads=[0, KEY_VALUE_HEADS])
     _add_state_metadata(writer, state=STATE, groups=GROUPS)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
     _add_mamba2_layer(writer, random, "blk.0.")
     add_attention_layer(writer, random, "blk.1.")
     return write(writer, path)
 
 
-def make_rollback_hybrid(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_rollback_hybrid(path: Path) -> Path:
     """Write an lfm2 model: a short convolution, then attention. Its state can be rolled back (`n_rs_seq`)."""
-    writer = make_writer(path, "lfm2", VOCABULARY, context)
+    writer = make_writer(path, "lfm2", VOCABULARY, CONTEXT)
     # lfm2's attention is as wide as its embedding
     heads = EMBEDDING // HEAD_WIDTH
     add_attention_metadata(writer, heads=heads, key_value_heads=[0, 1])
     writer.add_shortconv_l_cache(SHORT_CONVOLUTION)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY, last_norm="token_embd_norm")
     for layer in range(LAYERS):
         _add_feed_forward(writer, random, f"blk.{layer}.")
@@ -96,14 +96,14 @@ def make_rollback_hybrid(path: Path, *, context: int = CONTEXT, seed: int = 0) -
     return _finish(writer, path, tensors | _query_norms("blk.1."))
 
 
-def make_delta_hybrid(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_delta_hybrid(path: Path) -> Path:
     """Write a qwen35 model: a gated delta net, then gated attention. Its state can be rolled back."""
-    writer = make_writer(path, "qwen35", VOCABULARY, context)
+    writer = make_writer(path, "qwen35", VOCABULARY, CONTEXT)
     add_attention_metadata(writer)
     writer.add_rope_dimension_sections([HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8, 0])
     writer.add_full_attention_interval(LAYERS)
     _add_state_metadata(writer, state=HEAD_WIDTH, groups=KEY_HEADS)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
     for layer in range(LAYERS):
         _add_feed_forward(writer, random, f"blk.{layer}.", norm="post_attention_norm")
@@ -129,12 +129,12 @@ def make_delta_hybrid(path: Path, *, context: int = CONTEXT, seed: int = 0) -> P
     return _finish(writer, path, tensors | _query_norms("blk.1."))
 
 
-def make_experts(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_experts(path: Path) -> Path:
     """Write a qwen3moe model: attention, and two of four experts a token."""
-    writer = make_writer(path, "qwen3moe", VOCABULARY, context)
+    writer = make_writer(path, "qwen3moe", VOCABULARY, CONTEXT)
     add_attention_metadata(writer)
     _add_expert_metadata(writer)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
     tensors: dict[str, Array] = {}
     for layer in range(LAYERS):
@@ -144,9 +144,9 @@ def make_experts(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
     return _finish(writer, path, tensors)
 
 
-def make_compressed(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_compressed(path: Path) -> Path:
     """Write a deepseek2 model: compressed KV (MLA), one dense layer, then one with experts."""
-    writer = make_writer(path, "deepseek2", VOCABULARY, context)
+    writer = make_writer(path, "deepseek2", VOCABULARY, CONTEXT)
     # To the KV cache it is one head of K only: V is a part of K.
     add_attention_metadata(
         writer, key_value_heads=1, key=KV_RANK + ROPE_WIDTH, value=KV_RANK, rotated=ROPE_WIDTH
@@ -159,7 +159,7 @@ def make_compressed(path: Path, *, context: int = CONTEXT, seed: int = 0) -> Pat
     writer.add_leading_dense_block_count(1)
     writer.add_expert_shared_count(1)
     writer.add_expert_weights_norm(True)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
     tensors: dict[str, Array] = {}
     for layer in range(LAYERS):

@@ -136,25 +136,15 @@ def make_reader(path: Path, source: Path, *, context: int, seed: int = 0) -> Pat
     return write(writer, path)
 
 
-def make_sliding_window(
-    path: Path,
-    *,
-    vocabulary: int = VOCABULARY,
-    context: int = CONTEXT,
-    seed: int = 0,
-    window: int = WINDOW,
-) -> Path:
-    """Write a gemma3 model whose first layer sees ``window`` tokens and whose second sees all.
-
-    The same arguments give the same bytes. Returns ``path``.
-    """
-    writer = make_writer(path, "gemma3", vocabulary, context)
+def make_sliding_window(path: Path) -> Path:
+    """Write a gemma3 model whose first layer sees ``WINDOW`` tokens and whose second sees all."""
+    writer = make_writer(path, "gemma3", VOCABULARY, CONTEXT)
     add_attention_metadata(writer)
-    writer.add_sliding_window(window)
+    writer.add_sliding_window(WINDOW)
     writer.add_sliding_window_pattern(LAYERS)  # every LAYERS-th layer is full, the others slide
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     # gemma3 multiplies the embeddings by the square root of their width: undo that here
-    add_ends(writer, random, vocabulary, embedding_deviation=1 / math.sqrt(EMBEDDING))
+    add_ends(writer, random, VOCABULARY, embedding_deviation=1 / math.sqrt(EMBEDDING))
     for layer in range(LAYERS):
         prefix = f"blk.{layer}."
         add_attention_layer(writer, random, prefix)
@@ -165,18 +155,16 @@ def make_sliding_window(
     return write(writer, path)
 
 
-def make_recurrent(
-    path: Path, *, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0
-) -> Path:
-    """Write a mamba model (no KV cache); the same arguments give the same bytes. Returns ``path``."""
-    writer = make_writer(path, "mamba", vocabulary, context)
+def make_recurrent(path: Path, *, vocabulary: int = VOCABULARY) -> Path:
+    """Write a mamba model (no KV cache). Returns ``path``."""
+    writer = make_writer(path, "mamba", vocabulary, CONTEXT)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
     writer.add_ssm_conv_kernel(CONVOLUTION)
     writer.add_ssm_inner_size(INNER)
     writer.add_ssm_state_size(STATE)
     writer.add_ssm_time_step_rank(TIME_STEP_RANK)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     add_ends(writer, random, vocabulary)
     for layer in range(LAYERS):
         _recurrent_layer(writer, random, f"blk.{layer}.")

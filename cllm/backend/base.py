@@ -62,11 +62,6 @@ class Row(NamedTuple):
     scored: Sequence[int] = ()
     scored_top: int = 0
 
-    @property
-    def lines(self) -> int:
-        """Number of lines of logits it yields: first those of `scored`, then those of its outputs."""
-        return len(self.scored) + self.outputs
-
 
 class Batch(NamedTuple):
     """The rows of one step, in ascending order of seq_id, one row per id.
@@ -95,13 +90,17 @@ class Batch(NamedTuple):
 
 
 class StepStatus(Enum):
-    """The outcome of a step; one member per class of return codes of `llama_decode`."""
+    """The outcome of a step, by the return code of `llama_decode`."""
 
-    DONE = "done"  # 0: every row was computed
-    NO_ROOM = "no_room"  # 1: no KV cells for this batch; memory is as before
-    ABORTED = "aborted"  # 2: stopped in the middle; memory may hold part of the step
-    BAD_BATCH = "bad_batch"  # -1: refused; memory is as before
-    FAILED = "failed"  # < -1: memory may hold part of the step
+    DONE = 0  # every row was computed
+    NO_ROOM = 1  # no KV cells for this batch; memory is as before
+    ABORTED = 2  # stopped in the middle; memory may hold part of the step
+    BAD_BATCH = -1  # refused; memory is as before
+    FAILED = -2  # any other code: memory may hold part of the step
+
+    @classmethod
+    def _missing_(cls, value: object) -> StepStatus:
+        return cls.FAILED
 
 
 class RowResult(NamedTuple):

@@ -77,7 +77,7 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
         origin = "of the package cllm-native"
     table.add_row("library", f"{folder} ({origin})")
     table.add_row("build", _build_info(folder))
-    system_info = library.load(folder).system_info().strip()
+    system_info = library.load(folder).api.llama_print_system_info().decode().strip()
     table.add_row("compiled for", system_info)
     if packaged:
         table.add_row("variant", loaded_variant() or "unknown")

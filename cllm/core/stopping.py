@@ -126,7 +126,7 @@ class Stopping:
         own = True  # what is left was sampled
         while left and reason is None:
             token = left.pop(0)
-            ends = vocabulary.is_end(token) and not request.sampling.ignore_eos
+            ends = token in vocabulary.ends and not request.sampling.ignore_eos
             if ends or token in request.stop_token_ids:
                 reason = FinishReason.STOP
                 break

@@ -74,6 +74,7 @@ class FakeVocabulary:
     end_text = "<|end|>"
     ends = frozenset({END_TOKEN})
     bound = TokenBound(longest=len("<|x|>"))
+    infill: InfillTokens | None = None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         parts = text.split("<|x|>") if parse_special else [text]
@@ -89,15 +90,8 @@ class FakeVocabulary:
     def spelling(self, token: int) -> str:
         return {END_TOKEN: self.end_text, TURN: "<|x|>"}.get(token, "")
 
-    def is_end(self, token: int) -> bool:
-        return token == END_TOKEN
-
     def is_control(self, token: int) -> bool:
         return token >= END_TOKEN
-
-    @property
-    def infill(self) -> InfillTokens | None:
-        return None
 
 
 class FakeSampler:
@@ -247,7 +241,7 @@ class FakeRunner(ModelRunner):
     def _score(self, row: Row) -> tuple[TokenLogprob, ...]:
         """A token that the model would have sampled is certain, any other has the probability 1/e."""
         memory = self.memory[row.seq_id]
-        known = len(memory) - row.lines + 1
+        known = len(memory) - len(row.scored) - row.outputs + 1
         likely = [next_token(memory[: known + place]) for place in range(len(row.scored))]
         return tuple(
             TokenLogprob(token, 0.0 if token == best else -1.0, ((best, 0.0),) * row.scored_top)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
@@ -91,16 +90,36 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
     )
 
 
-def _run_worker(arguments: list[str]) -> int:
-    from cllm.workers.engine_worker import main as run_worker
-    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
+def main(arguments: list[str]) -> int:
+    """Serve `ScriptedRunner` over HTTP until a signal ends it, or be a worker of such a server."""
+    if arguments[:1] != ["serve"]:
+        from cllm.workers.engine_worker import main as run_worker
+        from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
-    tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
-    return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
+        tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
+        return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
+    parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
+    numbers = {"port": 0, "parallel": 8, "ctx-size": 8192, "queue-size": 1024, "draft-tokens": 0}
+    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
+    texts |= dict.fromkeys(("pooling", "cache-dir", "cluster", "engine-module"), "")
+    for name, default in (texts | numbers | {"step-ms": 0.0}).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    options = vars(parser.parse_args(arguments[1:]))
+    names = ("parallel", "ctx_size", "draft_tokens", "pooling", "cache_dir")
+    settings = {name: options.pop(name) for name in names}
+    settings |= {"model": str(options.pop("step_ms")), "batch_tokens": 512}
+    settings["cache_disk_mb"] = 64 if settings["cache_dir"] else 0
+    cluster, module = options.pop("cluster"), options.pop("engine_module")
+    engine = EngineConfig(**settings)
+    if cluster:
+        engine = ClusterConfig(**settings, cluster=cluster, deployment="scripted")
+        module = module or "cllm.cluster.cluster_worker"
+    _serve(engine, ServerConfig(**options, drain_s=1.0), module)
+    return 0
 
 
-def serve_scripted(config: EngineConfig, server: ServerConfig, engine_module: str = "") -> None:
-    """Serve `ScriptedRunner` over HTTP until a signal ends it; the engine may be another worker's."""
+def _serve(config: EngineConfig, server: ServerConfig, engine_module: str) -> None:
+    """The engine may be another worker's."""
     from cllm.cli.serve import _new_event_loop
     from cllm.frontend.engine_client import EngineClient
     from cllm.frontend.engine_registry import EngineRegistry
@@ -109,50 +128,9 @@ def serve_scripted(config: EngineConfig, server: ServerConfig, engine_module: st
     from cllm.workers.executor import ProcessExecutor
 
     configure_logging(server.log_level)
-    executor = ProcessExecutor(
-        config, log_level=server.log_level, module="cllm.testing", engine_module=engine_module
-    )
-    engine = EngineClient(executor, queue_size=server.queue_size)
-
+    options = {"log_level": server.log_level, "module": "cllm.testing", "engine_module": engine_module}
+    engine = EngineClient(ProcessExecutor(config, **options), queue_size=server.queue_size)
     announce = partial(print, "cllm serves fake (a script) at", flush=True)
-    with (
-        contextlib.closing(bind(server)) as listeners,
-        asyncio.Runner(loop_factory=_new_event_loop) as runner,
-    ):
+    new_loop = asyncio.Runner(loop_factory=_new_event_loop)
+    with contextlib.closing(bind(server)) as listeners, new_loop as runner:
         runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))
-
-
-def main(arguments: list[str]) -> int:
-    if arguments[:1] != ["serve"]:
-        return _run_worker(arguments)
-    parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
-    defaults = {
-        "port": 0,
-        "parallel": 8,
-        "ctx-size": 8192,
-        "step-ms": 0.0,
-        "queue-size": 1024,
-        "draft-tokens": 0,
-    }
-    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}
-    texts |= dict.fromkeys(("pooling", "cache-dir", "cluster", "engine-module"), "")
-    for name, default in (texts | defaults).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
-    options = vars(parser.parse_args(arguments[1:]))
-    engine = EngineConfig(
-        model=str(options.pop("step_ms")),
-        parallel=options.pop("parallel"),
-        ctx_size=options.pop("ctx_size"),
-        batch_tokens=512,
-        draft_tokens=options.pop("draft_tokens"),
-        pooling=options.pop("pooling"),
-        cache_dir=(cache := options.pop("cache_dir")),
-        cache_disk_mb=64 if cache else 0,
-    )
-    cluster, module = options.pop("cluster"), options.pop("engine_module")
-    if cluster:
-        settings = msgspec.structs.asdict(engine)
-        engine = ClusterConfig(**settings, cluster=cluster, deployment="scripted")
-        module = module or "cllm.cluster.cluster_worker"
-    serve_scripted(engine, ServerConfig(**options, drain_s=1.0), module)
-    return 0

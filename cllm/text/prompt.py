@@ -130,7 +130,7 @@ class PromptBuilder:
 
         found = {text: tokenize(text) for text in self._vocabulary.special_texts}
         tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
-        ends = [text for text, token in tokens.items() if self._vocabulary.is_end(token)]
+        ends = [text for text, token in tokens.items() if token in self._vocabulary.ends]
         controls = {text: token for text, token in tokens.items() if self._vocabulary.is_control(token)}
         derived = derive_format(render, controls, ends)
         return msgspec.structs.replace(

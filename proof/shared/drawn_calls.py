@@ -88,9 +88,6 @@ class FamilyVocabulary(FakeVocabulary):
     def spelling(self, token: int) -> str:
         return self._controls[token - 256] if self.is_control(token) else ""
 
-    def is_end(self, token: int) -> bool:
-        return token in self.ends
-
     def is_control(self, token: int) -> bool:
         return 256 <= token < 256 + len(self._controls)
 
@@ -116,7 +113,7 @@ def draw_tokens(
             forced = [source.choice(wanted) if often else int(source.choice(np.flatnonzero(mask)))]
         token = forced.pop(0)
         yield token
-        if vocabulary.is_end(token):
+        if token in vocabulary.ends:
             return
         constraint.accept(token)
         data += vocabulary.piece(token)
@@ -179,7 +176,7 @@ class CallDrawer:
             drawn.faults.append(f"{seed}: {spec.triggers} start no call")
             return
         tokens = list(draw_tokens(constraint, self.vocabulary, source, self.marks, MAX_TOKENS))
-        complete = constraint.complete or self.vocabulary.is_end(tokens[-1])
+        complete = constraint.complete or tokens[-1] in self.vocabulary.ends
         drawn.complete += complete
         drawn.cut += not complete
         parts = self._read([*before, *tokens], tools, source, cut=not complete, **options)

@@ -63,10 +63,3 @@ def test_a_partial_state_leaves_out_the_cells_that_see_everything(kind: Kind, op
     assert partial < full and longer_partial < longer_full
     if kind in HYBRIDS:
         assert partial == longer_partial, "the state of a sequence is as large at any length"
-
-
-@pytest.mark.parametrize("kind", (*ATTENTION, RECURRENT), ids=lambda kind: kind.label)
-def test_a_memory_of_one_kind_has_no_partial_state(kind: Kind, opened: Opened) -> None:
-    runner = native(opened(kind))
-    feed(runner, 0, words(0, 100))
-    assert state_bytes(runner, 0, PARTIAL_ONLY) == state_bytes(runner, 0)

@@ -11,9 +11,8 @@ import pytest
 
 from cllm.backend.base import Row
 from cllm.backend.llama.candidates import (
-    BatchCandidates,
+    NARROWING,
     Candidates,
-    LogitScan,
     NativeLogitScan,
     TopKPrefilter,
     best,
@@ -87,24 +86,21 @@ def test_the_prefilter_changes_no_choice(sampling: dict[str, Any], spread: float
 
 
 @pytest.mark.parametrize("times", [1, 12])  # with many, chains run on several threads
-@pytest.mark.parametrize("threads", [0, 4])
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_rows_prefiltered_together_choose_what_each_chooses_alone(
-    spread: float, threads: int, times: int
-) -> None:
+def test_rows_prefiltered_together_choose_what_each_chooses_alone(spread: float, times: int) -> None:
     api = load().api
     params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
-    params = [each for each in params if TopKPrefilter(each).narrows(SIZE)] * times
+    params = [each for each in params if each.top_k < SIZE // NARROWING] * times
     assert len(params) == times * (len(CUTTING) - 1)
-    scan = make_logit_scan(threads) if threads else LogitScan()
-    alone, together = Candidates(api, SIZE), BatchCandidates(api, scan)
+    scan, alone = make_logit_scan(4), Candidates(api, SIZE)
+    assert isinstance(scan, NativeLogitScan)
     nothing_cut = TopKPrefilter(SamplingParams(temperature=0))
     chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
-    cuts = [TopKPrefilter(each) for each in params]
+    cuts = [(cut.top_k, cut.gap) for cut in map(TopKPrefilter, params)]
     for seed in range(5):
         logits = rows(seed, len(params), spread)
         logits[:, [0, 5, SIZE - 1]] = -np.inf  # as excluded ones are
-        arrays = together.fill(logits, cuts)
+        arrays = scan.candidates(logits, cuts)
         if arrays is None:
             assert spread < 1  # where all are alike, nearly all reach any threshold
             return

@@ -9,8 +9,7 @@ import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter
-from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit, prepare
+from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
@@ -180,12 +179,3 @@ def test_a_model_that_cannot_draft_is_refused_before_serving(
         drafted(models["dense"], "sliding")
     with pytest.raises(ModelFileError):
         prepare(EngineConfig(model=str(models["dense"]), draft_model=str(tmp_path / "none.gguf")))
-
-
-def test_its_memory_is_counted(models: dict[str, Path], other: Path) -> None:
-    plain = EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=2048)
-    with_draft = EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=2048, draft_model=str(other))
-    header = GgufHeader(models["dense"])
-    one, two = MemoryFit(header, plain), MemoryFit(header, with_draft)
-    assert two.total - one.total == two.draft > GgufHeader(other).data_bytes + one.kv, "and its buffers"
-    assert "draft model" in two.describe() and "draft model" not in one.describe()

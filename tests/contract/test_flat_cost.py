@@ -31,22 +31,6 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
-def test_identical_loads_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
-    driver = StepDriver(opened(kind, sequences=3))
-    lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}
-
-    def crowd(number: int) -> list[object]:
-        driver.submit(
-            *(ask(f"{name}{number}", words(ord(name), length), 6) for name, length in lengths.items())
-        )
-        answers = driver.finish()
-        return [answers[f"{name}{number}"].work for name in lengths]
-
-    first = crowd(0)
-    assert all(crowd(number) == first for number in range(1, 15))
-
-
-@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 def test_a_load_leaves_nothing_that_a_later_request_pays_for(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind))
     driver.submit(ask("before", words(1, 100), 5))

@@ -33,22 +33,6 @@ def test_a_request_may_have_the_same_size_in_both_layouts(
         assert allowed[False] == request_share(cells, parallel)
 
 
-@pytest.mark.parametrize("tokens", [100, 512])
-def test_an_explicit_limit_within_a_sequences_share_too(models: dict[str, Path], tokens: int) -> None:
-    for unified in (False, True):
-        config = EngineConfig(
-            model=str(models["dense"]),
-            ctx_size=2048,
-            parallel=4,
-            unified_kv=unified,
-            max_request_tokens=tokens,
-            threads=1,
-        )
-        runner = LlamaRunner(config)
-        assert runner.limits.request_tokens == tokens
-        runner.close()
-
-
 def test_max_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
     def context(**settings: Any) -> tuple[int, bool]:
         config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)

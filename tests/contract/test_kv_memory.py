@@ -42,19 +42,6 @@ def test_the_next_position_counts_what_a_sequence_holds(kind: Kind, opened: Open
 
 
 @every_kind
-def test_truncating_to_nothing_empties_that_sequence_alone(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    runner = opened(kind)
-    for seq_id in range(3):
-        feed(runner, seq_id, words(seq_id, 20))
-    assert runner.truncate(1, 0) == 0
-    assert [runner.next_position(i) for i in range(3)] == [20, 0, 20]
-    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(0, 20), 65)))
-    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (65,)))
-
-
-@every_kind
 @pytest.mark.parametrize("length", [20, 21, 1000])
 def test_truncating_to_what_is_there_or_more_changes_nothing(
     kind: Kind, length: int, opened: Opened, reference: Reference
@@ -154,24 +141,6 @@ def _filled_state(size: int) -> KVState:
     return state
 
 
-@every_kind
-def test_a_state_can_be_restored_into_another_sequence_beside_others(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    runner = opened(kind)
-    feed(runner, 0, words(0, 80))
-    feed(runner, 1, words(1, 30))
-    state = runner.save(0)
-    assert state is not None
-    runner.truncate(0, 0)
-    feed(runner, 0, words(5, 25))
-    assert runner.restore(2, state)
-    assert [runner.next_position(i) for i in range(3)] == [25, 30, 80]
-    assert_alike(kind, says(runner, 2, 65), reference.says(kind, (*words(0, 80), 65)))
-    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 30), 65)))
-    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(5, 25), 65)))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind.unified and not kind.recurrent])
 def test_a_state_that_does_not_fit_is_refused_and_leaves_the_sequence_empty(
     kind: Kind, opened: Opened, reference: Reference
@@ -236,18 +205,6 @@ def test_a_copy_survives_the_end_of_its_source(kind: Kind, opened: Opened, refer
     feed(runner, 0, words(5, 30))  # and another sequence is there already
     assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*prompt, 65)))
     assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(5, 30), 65)))
-
-
-@every_kind
-def test_a_copy_of_a_copy_is_right_before_any_decode(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    runner = opened(kind)
-    prompt = words(0, 80)
-    feed(runner, 0, prompt)
-    assert runner.copy(0, 1, 80) == runner.copy(1, 2, 80) == 80
-    for i in (2, 0, 1):
-        assert_alike(kind, says(runner, i, 65 + i), reference.says(kind, (*prompt, 65 + i)))
 
 
 @every_kind

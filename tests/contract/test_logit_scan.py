@@ -18,7 +18,7 @@ THREADS = 3
 
 
 @pytest.fixture(scope="module")
-def native() -> Iterator[LogitScan]:
+def native() -> Iterator[NativeLogitScan]:
     scan = make_logit_scan(THREADS)
     assert isinstance(scan, NativeLogitScan), "`cllm build` makes it"
     yield scan
@@ -41,7 +41,7 @@ def make_logits(seed: int, rows: int, width: int, levels: int) -> Logits:
     levels=st.sampled_from([2, 50, 10**6]),
 )
 def test_the_likeliest_is_the_first_of_equals(
-    native: LogitScan, seed: int, rows: int, width: int, levels: int
+    native: NativeLogitScan, seed: int, rows: int, width: int, levels: int
 ) -> None:
     logits = make_logits(seed, rows, width, levels)
     assert native.likeliest(logits) == logits.argmax(axis=1).tolist()
@@ -56,24 +56,25 @@ def test_the_likeliest_is_the_first_of_equals(
     top_k=st.integers(0, 7),
 )
 def test_the_top_k_and_all_within_the_gap_are_found(
-    native: LogitScan, seed: int, rows: int, width: int, levels: int, top_k: int
+    native: NativeLogitScan, seed: int, rows: int, width: int, levels: int, top_k: int
 ) -> None:
     logits = make_logits(seed, rows, width, levels)
     gap = 0.0 if top_k else 0.1 * levels
-    for scan in (native, LogitScan()):
-        found = scan.reaching(logits, [(top_k, gap)] * rows)
-        if found is None:
-            continue  # more than a prefilter is good for
-        for row, line in enumerate(logits):
-            ids = found.ids[found.bounds[row] : found.bounds[row + 1]]
-            values = found.logits[found.bounds[row] : found.bounds[row + 1]]
-            assert (np.diff(ids) > 0).all() and (line[ids] == values).all()
-            threshold = np.sort(line)[-top_k] if top_k else line.max() - gap
+    arrays = native.candidates(logits, [(top_k, gap)] * rows)
+    for row, line in enumerate(logits):
+        threshold = np.sort(line)[-top_k] if top_k else line.max() - gap
+        found = [candidates.reaching(line, top_k, gap)]
+        if arrays is not None:  # fewer than a prefilter is good for
+            drawn = arrays[row].data[: arrays[row].size]
+            assert [each.logit for each in drawn] == line[[each.id for each in drawn]].tolist()
+            assert len(drawn) < width / 4
+            found.append(np.array([each.id for each in drawn]))
+        for ids in found:
+            assert (np.diff(ids) > 0).all()
             assert set(np.flatnonzero(line >= threshold)) <= set(ids.tolist())
-            assert len(ids) < width / 4
 
 
-def test_many_passes_on_all_threads(native: LogitScan) -> None:
+def test_many_passes_on_all_threads(native: NativeLogitScan) -> None:
     logits = make_logits(1, 8, 2 * THREADS * PART // 8, 10**6)
     expected = logits.argmax(axis=1).tolist()
     assert all(native.likeliest(logits) == expected for _ in range(200))

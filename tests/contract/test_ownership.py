@@ -36,21 +36,6 @@ def recorded(free: Callable[[Any], None], freed: list[int]) -> Callable[[Any], N
     return told_and_freed
 
 
-def test_close_frees_once_however_often_it_is_called() -> None:
-    freed: list[int] = []
-    owned = Owned(7, freed.append, DeferredFrees())
-    owned.close()
-    owned.close()
-    assert freed == [7]
-
-
-def test_use_after_close_is_a_bug_that_shows() -> None:
-    owned = Owned(7, id, DeferredFrees())
-    owned.close()
-    with pytest.raises(AttributeError, match="pointer"):
-        _ = owned.pointer
-
-
 def test_a_null_pointer_has_no_owner() -> None:
     with pytest.raises(AssertionError, match="NULL"):
         Owned(None, id, DeferredFrees())
@@ -69,15 +54,6 @@ def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> N
     assert freed_on == [threading.get_ident()]
     deferred_frees.free_all()
     assert len(freed_on) == 1
-
-
-def test_a_closed_resource_is_not_on_the_deferred_free_list() -> None:
-    deferred_frees = DeferredFrees()
-    owned = Owned(7, id, deferred_frees)
-    owned.close()
-    del owned
-    gc.collect()
-    assert deferred_frees.empty()
 
 
 def test_a_forgotten_sampler_is_freed_at_the_next_step(

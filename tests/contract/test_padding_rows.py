@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.base import Batch, StepStatus
 from cllm.core.step_cost import StepCost, StepCostModel
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, SLIDING, Kind, Opened
@@ -116,24 +116,3 @@ def test_slots_with_gaps_give_the_same_texts_in_fewer_ubatches(
         assert any(batch.padding for batch in driver.runner.batches) == filling
         passes[filling] = sum(answer.work.ubatches for answer in answers.values())
     assert passes[True] < passes[False] or kind.model == "fake"
-
-
-def test_a_failed_step_with_padding_is_rolled_back_whole(opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(DENSE, sequences=4))
-    driver.scheduler.budget.cost = StepCostModel(known=DEAR_PASS, frozen=True)
-    failed: list[int] = []
-
-    def fail(number: int, batch: Batch) -> StepResult | None:
-        if not batch.padding or len(failed) > 3 or number % 2:
-            return None
-        failed.append(number)
-        driver.runner.inner.run(batch)
-        return StepResult(StepStatus.FAILED, code=-3)
-
-    driver.runner.fail = fail
-    counts = (20, 3, 3, 20)
-    driver.submit(*(ask(f"r{n}", words(n, 9), count, ignore_eos=True) for n, count in enumerate(counts)))
-    answers = driver.finish()
-    assert failed
-    for number, count in enumerate(counts):
-        reference.check(DENSE, words(number, 9), count, answers[f"r{number}"], endless=True)

@@ -52,16 +52,6 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
         reference.check(kind, words(seed, 20), 12, answers[f"r{seed}"])
 
 
-def test_without_tampering_no_position_is_ever_inconsistent(
-    kind: Kind, opened: Opened, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver = StepDriver(opened(kind))
-    with caplog.at_level(logging.ERROR, logger="cllm"):
-        driver.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
-        driver.finish()
-    assert caplog.records == []
-
-
 def test_batches_submitted_ahead_change_no_text(kind: Kind, opened: Opened) -> None:
     texts = []
     for follows in (False, True):

@@ -7,7 +7,7 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import Request
 from tests.driver.engine import StepDriver, Tokens, ask, words
-from tests.driver.kinds import DENSE, HYBRIDS, LAYOUTS, Kind, Opened
+from tests.driver.kinds import HYBRIDS, LAYOUTS, Kind, Opened
 from tests.driver.same_text import Reference
 from tests.tiny_models import TURN_START
 
@@ -77,19 +77,6 @@ def test_thoughts_that_are_stripped_from_history_cost_the_last_turn_at_most(
 
 
 @every_layout
-def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64)
-    prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
-    for number, (name, prompt) in enumerate(prompts.items()):
-        found = cached(driver, ask(name, prompt, 10))
-        # now and then a first token of the rest is the same, too
-        shared = (150, 151, 152) if number else (0,)
-        assert found in (shared if cuttable(kind) else (0, *shared) if kind.model == "sliding" else (0,))
-    for name, prompt in prompts.items():
-        reference.check(kind, prompt, 10, driver.answers[name])
-
-
-@every_layout
 def test_a_load_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
@@ -109,23 +96,6 @@ def test_a_load_with_and_without_the_cache_says_the_same(
         reference.check(kind, prompt, count, answers[name], endless=True)
     if cuttable(kind):
         assert sum(answers[name].work.cached_tokens for name in asked) > 1000
-
-
-@every_layout
-def test_states_that_do_not_fit_in_ram_are_evicted(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64)
-    driver.submit(ask("measure", words(99, 120), 2))
-    driver.finish()
-    driver.offload()
-    tier = driver.scheduler.prefix_cache.host
-    tier.cached_limit = tier.limit = int(2.5 * tier.cached_bytes)
-    for number in range(8):
-        prompt = words(number % 4, 120)
-        assert cached(driver, ask(f"r{number}", prompt, 4)) == 0, "four take turns where two fit"
-        driver.offload()
-        assert tier.cached_bytes <= tier.limit
-        reference.check(kind, prompt, 4, driver.answers[f"r{number}"])
-    assert tier.evictions > 0
 
 
 @pytest.mark.parametrize(
@@ -186,25 +156,3 @@ def test_a_restored_prefix_gives_bit_for_bit_the_same_probabilities(unified: boo
         assert answer.work.cached_tokens == (128 if cache_mb else 0)
         texts.append((answer.tokens, answer.logprobs))
     assert texts[0] == texts[1]
-
-
-def test_tenants_do_not_share(opened: Opened) -> None:
-    driver = StepDriver(opened(DENSE), cache_mb=64)
-
-    def asked_by(tenant: str, name: str) -> int:
-        plain = ask(name, SYSTEM, 4)
-        return cached(
-            driver,
-            Request(
-                id=name,
-                prompt=plain.prompt,
-                max_tokens=4,
-                sampling=plain.sampling,
-                logprobs=2,
-                tenant=tenant,
-            ),
-        )
-
-    assert asked_by("one", "a") == 0
-    assert asked_by("two", "b") == 0
-    assert asked_by("one", "c") == asked_by("two", "d") == 149

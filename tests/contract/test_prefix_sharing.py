@@ -77,15 +77,3 @@ def test_a_prefix_of_what_is_being_generated_is_shared_too(
     assert answers["heir"].work.cached_tokens == (120 if shares(kind) else 0)
     reference.check(kind, (*history, 65, 66), 10, answers["heir"])
     reference.check(kind, SYSTEM, 60, answers["source"], endless=True)
-
-
-def test_cells_that_are_shared_are_counted_once(kind: Kind, opened: Opened) -> None:
-    """Three answers of 90 tokens to one prompt of 100: in a unified KV 370 cells, with copies 570."""
-    cells = {"cells": 512, "request_tokens": 256} if kind.unified else {}
-    driver = StepDriver(opened(kind, sequences=3, **cells))
-    driver.submit(*(ask(f"r{n}", SYSTEM, 90, ignore_eos=True, seed=n) for n in range(3)))
-    driver.finish()
-    used = max(stats.cells_used for stats in driver.stats)
-    assert used <= driver.runner.limits.cells or kind.recurrent  # that has a state, and no cells
-    if kind.unified and kind.model == "dense":
-        assert 350 < used <= 370 and driver.stats[-1].preemptions == 0

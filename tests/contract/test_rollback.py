@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.errors import EngineDied
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened
 from tests.driver.runner import Aborts, CheckedRunner, native
@@ -72,30 +71,6 @@ def test_a_failed_step_is_rolled_back_whatever_it_had_computed(
         assert recomputed > 0 or part == "none", "what cannot be cut is recomputed whole"
     elif not kind.unified:
         assert recomputed == 0, "what can be cut is not recomputed"
-
-
-@every_kind
-def test_steps_aborted_one_after_the_other_only_cost_time(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    driver = StepDriver(opened(kind))
-    driver.runner.fail = failing(driver.runner, "all", StepStatus.ABORTED, lambda number: number % 4 != 0)
-    driver.submit(*(ask(f"r{seed}", words(seed, 30), 5) for seed in range(4)))
-    answers = driver.finish()
-    for seed in range(4):
-        reference.check(kind, words(seed, 30), 5, answers[f"r{seed}"])
-
-
-@every_kind
-def test_two_failed_steps_in_a_row_end_the_engine_and_no_request(kind: Kind, opened: Opened) -> None:
-    """Was: each got an error from the dying engine, so that none was replayed in the next one."""
-    driver = StepDriver(opened(kind))
-    driver.runner.fail = failing(driver.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
-    driver.enqueue(*(ask(f"r{seed}", words(seed, 30), 8) for seed in range(5)))
-    with pytest.raises(EngineDied, match="two steps in a row"):
-        driver.core.run()
-    driver.check_released()
-    assert {answer.finish_reason for answer in driver.answers.values()} == {None}
 
 
 @native_kinds

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.config import EngineConfig
-from cllm.core.engine_core import EngineCore
-from cllm.messages import Report, StepReport, Stop, Submit
 from cllm.types import FinishReason
-from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import KINDS, Kind, Opened, open_runner
 from tests.driver.same_text import Reference
 
@@ -60,22 +55,6 @@ def test_sixty_requests_on_three_slots_are_all_answered(
     pool = driver.scheduler.pool
     assert pool.leased_total == pool.released_total == 60
     assert pool.cleared_cells_total == sum(answer.work.cells for answer in answers.values())
-
-
-def test_cancelled_requests_leave_the_others_their_text(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    driver = StepDriver(opened(kind))
-    driver.submit(*(ask(f"r{seed}", words(seed, 70), 12) for seed in range(5)))
-    driver.step()
-    driver.scheduler.cancel("r1")  # in mid-prompt
-    driver.step(4)
-    driver.scheduler.cancel("r0")  # in mid-answer
-    driver.scheduler.cancel("r4")  # waiting
-    answers = driver.finish()
-    assert {answers[name].finish_reason for name in ("r0", "r1", "r4")} == {FinishReason.CANCELLED}
-    for seed in (2, 3):
-        reference.check(kind, words(seed, 70), 12, answers[f"r{seed}"])
 
 
 def test_a_full_context_ends_with_length(kind: Kind, opened: Opened, reference: Reference) -> None:
@@ -141,38 +120,3 @@ def test_any_arrivals_and_cancels_leave_every_text_right(
         answer = answers[f"r{number}"]
         if answer.finish_reason is not FinishReason.CANCELLED:
             reference.check(kind, words(arrival.seed, arrival.length), arrival.max_tokens, answer)
-
-
-def test_the_loop_run_in_a_thread_answers_through_its_inbox(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    reports: SimpleQueue[Report] = SimpleQueue()
-    loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.put)
-    for seed in range(5):
-        loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 12), 6)))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    answers = {f"r{seed}": Answer() for seed in range(5)}
-    while any(answer.finish_reason is None for answer in answers.values()):
-        report = reports.get(timeout=30)
-        assert isinstance(report, StepReport)
-        for delta in report.outputs:
-            answers[delta.request_id].take(delta)
-    loop.inbox.put(Stop())
-    thread.join(30)
-    assert not thread.is_alive()
-    loop.scheduler.check_idle()
-    for seed in range(5):
-        reference.check(kind, words(seed, 12), 6, answers[f"r{seed}"])
-
-
-def test_a_stopped_loop_releases_every_request(kind: Kind, opened: Opened) -> None:
-    """The client has ended them: they get no output."""
-    reports: list[Report] = []
-    loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.append)
-    for seed in range(5):
-        loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 12), 6)))
-    loop.inbox.put(Stop())
-    loop.run()
-    assert reports == []
-    loop.scheduler.check_idle()

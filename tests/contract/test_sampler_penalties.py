@@ -85,16 +85,6 @@ def test_penalties_rewrite_logits_as_documented(
     assert found == expected.argmax()
 
 
-def test_a_repetition_penalty_changes_greedy_text(runner: LlamaRunner) -> None:
-    driver = StepDriver(runner)
-    driver.submit(
-        ask("plain", words(4, 10), 40),
-        ask("penalised", words(4, 10), 40, repetition_penalty=1.5, penalty_last_n=-1),
-    )
-    answers = driver.finish()
-    assert len(set(answers["penalised"].tokens)) > len(set(answers["plain"].tokens))
-
-
 @pytest.mark.parametrize("parameters", [{"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}])
 def test_penalties_see_the_prompt(runner: LlamaRunner, parameters: dict[str, Any]) -> None:
     driver = StepDriver(runner)

@@ -11,7 +11,7 @@ import pytest
 from cllm.backend.base import Batch, Drafter, ModelRunner, Row
 from cllm.types import FinishReason, Request
 from tests.driver.engine import Answer, StepDriver, Tokens, ask, words
-from tests.driver.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
+from tests.driver.kinds import NATIVE, Kind, Opened
 from tests.driver.runner import GREEDY
 from tests.driver.same_text import Reference
 from tests.tiny_models import VOCABULARY
@@ -171,38 +171,6 @@ def test_max_tokens_is_never_exceeded(kind: Kind, limit: int, opened: Opened, re
     assert len(answer.tokens) == limit and answer.finish_reason is FinishReason.LENGTH
 
 
-@both_layouts
-def test_a_full_context_is_never_exceeded(kind: Kind, opened: Opened, reference: Reference) -> None:
-    prompt = words(13, 40)
-    text = prompt + reference.alone(kind, prompt, 40, endless=True).tokens
-    runner = opened(kind, request_tokens=61)
-    (answer,) = answered(
-        runner, [ask("r", prompt, 1000, ignore_eos=True)], new_drafter=knowing([text], RIGHT)
-    ).values()
-    reference.check(kind, prompt, 21, answer, endless=True)
-    assert answer.finish_reason is FinishReason.LENGTH
-
-
-@both_layouts
-def test_an_end_token_inside_accepted_drafts_ends_there(kind: Kind, opened: Opened) -> None:
-    """The end is made likely after a few tokens; the drafts run on beyond it."""
-    prompt = words(14, 20)
-    runner = opened(kind)
-    ends = tuple((token, 6.5) for token in sorted(runner.vocabulary.ends))
-    found = 0
-    for seed in range(6):
-        request = ask("r", prompt, 60, temperature=1.0, seed=seed, logit_bias=ends)
-        (plain,) = answered(runner, [request], draft_tokens=0).values()
-        text = (*prompt, *plain.tokens, min(runner.vocabulary.ends), *words(1, 20))
-        (drafted,) = answered(runner, [request], new_drafter=knowing([text], RIGHT)).values()
-        if drafted.tokens == plain.tokens:
-            assert drafted.finish_reason is plain.finish_reason
-            assert drafted.text == plain.text and drafted.recomputed == 0
-            assert drafted.work.cells <= len(prompt) + len(plain.tokens)
-            found += plain.finish_reason is FinishReason.STOP and drafted.work.accepted_tokens > 1
-    assert found, "no answer ended inside its drafts"
-
-
 @every_drafting
 @pytest.mark.parametrize("wrong", [RIGHT, MIXED])
 def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
@@ -240,13 +208,3 @@ def test_rejected_drafts_leave_no_trace(kind: Kind, opened: Opened) -> None:
         runner.truncate(0, 0)
     sampler.close()
     assert found[1:] == [found[0]] * 2
-
-
-@pytest.mark.parametrize("kind", [RECURRENT, SLIDING], ids=lambda kind: kind.label)
-def test_memory_that_cannot_be_cut_gets_no_drafts(kind: Kind, opened: Opened, reference: Reference) -> None:
-    prompt = words(5, 20)
-    text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
-    request = ask("r", prompt, 20, ignore_eos=True)
-    (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
-    reference.check(kind, prompt, 20, answer, endless=True)
-    assert answer.work.drafted_tokens == 0

@@ -100,10 +100,3 @@ def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> No
     assert answers["shown"].text == "[TOOL_CALLS]" * 3
     assert answers["hidden"].text == answers["other"].text == ""
     runner.close()
-
-
-def test_the_operators_template_replaces_the_models_own(taught: Path) -> None:
-    config = EngineConfig(model=str(taught), parallel=1, ctx_size=512, threads=1, chat_template="{{ 1 }}")
-    runner = LlamaRunner(config)
-    assert (runner.info.chat_template, runner.info.tool_template) == ("{{ 1 }}", None)
-    runner.close()

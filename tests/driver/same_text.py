@@ -128,7 +128,7 @@ def run_alone(runner: ModelRunner, prompt: Sequence[int], max_tokens: int, *, en
         assert result.status is StepStatus.DONE
         (found,) = result.rows[0].logprobs
         near.append(frozenset(token for token, logprob in found.top if logprob > found.logprob - TIE))
-        if runner.vocabulary.is_end(found.token):
+        if found.token in runner.vocabulary.ends:
             break
         tokens.append(found.token)
         logprobs.append(found.logprob)

@@ -10,21 +10,24 @@ import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cllm.backend.llama.declarations import llama_token_data_array
 from cllm.backend.llama.library import find
 from cllm.build.build import SAMPLING_NAME, sampling_path
 from cllm.types import SamplingParams, TokenMask
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
-NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+Tokens = npt.NDArray[np.int32]
+NO_TOKENS: Tokens = np.zeros(0, np.int32)
 GROUP = 64  # tokens that are looked at by their maximum first
+NARROWING = 2 * GROUP  # a prefilter narrows if it keeps less than this part of a vocabulary
 COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
 PART = 1 << 19  # logits: for less, waking a thread costs more than it saves
@@ -47,14 +50,6 @@ _SIGNATURES = {
 }  # of cllm/build/sampling.c
 
 
-class Reaching(NamedTuple):
-    """The tokens of several rows that reach their row's threshold: row after row, in order of id."""
-
-    ids: Ids
-    logits: Logits
-    bounds: Ids  # where each row begins, and the end
-
-
 def apply_chain(function: Any, chain: Any, array: Any) -> int:
     """Run a chain with llama.cpp's function over an array of candidates: the token it selects, or -1."""
     function(chain, ctypes.byref(array))
@@ -62,7 +57,7 @@ def apply_chain(function: Any, chain: Any, array: Any) -> int:
 
 
 class LogitScan:
-    """In NumPy, on one thread. `prefilters` are pairs of a top-k and a gap, one for each row."""
+    """In NumPy, on one thread."""
 
     def close(self) -> None:
         return
@@ -74,61 +69,12 @@ class LogitScan:
         """
         function(pointer)
 
-    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+    def likeliest(self, logits: Logits, excluded: Tokens | None = None) -> list[int]:
         """The likeliest token of each row; of equals the first. Some are excluded, from `logits`, too."""
-        if len(excluded):
+        if excluded is not None:
             logits[:, excluded] = -np.inf
         found: list[int] = logits.argmax(axis=1).tolist()
         return found
-
-    def apply(self, function: Any, chains: Sequence[int], arrays: Any) -> list[int]:
-        """Run a sampler chain over each of several candidate arrays: the tokens that they select, or -1.
-
-        `function` is llama.cpp's, `arrays` are its token data arrays.
-        """
-        return [apply_chain(function, chain, arrays[place]) for place, chain in enumerate(chains)]
-
-    def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
-        """Find what can survive prefilters that narrow each row, and a few more; None where that may be most.
-
-        A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that
-        at least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows
-        together: what NumPy takes for a call would be most of it otherwise.
-        """
-        rows, size = logits.shape
-        groups = size // GROUP
-        maxima = logits[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
-        rest = logits[:, groups * GROUP :]
-        thresholds = _thresholds(maxima, rest, prefilters)
-        reached, group = np.nonzero(maxima >= thresholds[:, None])
-        if len(reached) * GROUP > max(size, rows * MAX_CANDIDATES):
-            return None
-        members = (reached * size + group)[:, None] + np.arange(0, groups * GROUP, groups)
-        flat = logits.ravel()
-        places = members[flat[members] >= thresholds[reached][:, None]]
-        if rest.shape[1]:
-            row, column = np.nonzero(rest >= thresholds[:, None])
-            places = np.concatenate((places, row * size + groups * GROUP + column))
-        places.sort()
-        bounds = np.searchsorted(places, np.arange(rows + 1) * size)
-        return Reaching(places % size, flat[places], bounds)
-
-
-def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[tuple[int, float]]) -> Logits:
-    """The least logit of each row that can survive."""
-    # A lower threshold does, too: of maxima of maxima there are fewer to order.
-    coarse = maxima.shape[1] // COARSE
-    ordered = maxima
-    if 2 * max(top_k or 1 for top_k, _ in prefilters) <= coarse:
-        ordered = maxima[:, : coarse * COARSE].reshape(-1, COARSE, coarse).max(axis=1)
-    kept = [ordered.shape[1] - (top_k or 1) for top_k, _ in prefilters]
-    ordered = np.partition(ordered, sorted(set(kept)), axis=1)
-    thresholds: Logits = ordered[np.arange(len(prefilters)), kept]
-    if any(gap for _, gap in prefilters):
-        best = maxima.max(axis=1) if not rest.shape[1] else np.maximum(maxima.max(axis=1), rest.max(axis=1))
-        gaps = np.array([gap for _, gap in prefilters], np.float32)
-        thresholds = np.where(gaps > 0, best - gaps, thresholds)
-    return thresholds
 
 
 class NativeLogitScan(LogitScan):
@@ -146,8 +92,18 @@ class NativeLogitScan(LogitScan):
         self._pool = self._api.cllm_pool_new(threads)
         if not self._pool:
             raise OSError("no memory for the threads that sample")
-        self._ids = np.zeros((0, MAX_CANDIDATES), np.int32)
-        self._values = np.zeros((0, MAX_CANDIDATES), np.float32)
+        self._make_room(1)
+
+    def _make_room(self, rows: int) -> None:
+        """Memory for the candidates of `rows` rows."""
+        self._ids = np.zeros((rows, MAX_CANDIDATES), np.int32)
+        self._values = np.zeros((rows, MAX_CANDIDATES), np.float32)
+        self._counts = np.zeros(rows, np.int32)
+        self._results = tuple(each.ctypes.data for each in (self._ids, self._values, self._counts))
+        self._data = np.zeros((rows, MAX_CANDIDATES), _CANDIDATE)
+        self._begins = self._data.ctypes.data + self._data.strides[0] * np.arange(rows, dtype=np.uintp)
+        self._arrays = (llama_token_data_array * rows)()
+        self._view = np.frombuffer(memoryview(self._arrays).cast("B"), _CANDIDATE_ARRAY)
 
     def close(self) -> None:
         if self._pool:
@@ -155,56 +111,64 @@ class NativeLogitScan(LogitScan):
             self._pool = None
 
     def wait(self, function: Any, pointer: Any, expected_s: float, size: int) -> None:
-        threads = self._count_threads(size)
+        threads = self._count_threads(size) if size > ALONE else 1
         if expected_s <= 0 or threads == 1:
             function(pointer)
         else:
             self._api.cllm_wait(self._pool, threads, int(1e9 * (expected_s - WAKE_S)), function, pointer)
 
-    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
-        assert logits.flags.c_contiguous and logits.dtype == np.float32
+    def likeliest(self, logits: Logits, excluded: Tokens | None = None) -> list[int]:
+        assert logits.dtype == np.float32
         rows, width = logits.shape
-        threads = self._count_threads(logits.size)
-        parts = -(-width // self._part) if threads > 1 else 1
-        best, tokens = np.empty(rows * parts, np.float32), np.empty(rows * parts, np.int32)
-        shape = self._pool, threads, logits.ctypes.data, rows, width
-        excludes, results = (excluded.ctypes.data, len(excluded)), (best.ctypes.data, tokens.ctypes.data)
-        self._api.cllm_argmax(*shape, *excludes, parts, *results)
-        found: list[int] = tokens[:rows].tolist()
+        threads, parts = 1, 1
+        if logits.size > ALONE and (threads := self._count_threads(logits.size)) > 1:
+            parts = -(-width // self._part)
+        best, tokens = (c_float * (rows * parts))(), (c_int32 * (rows * parts))()
+        excludes: tuple[int | None, int] = None, 0
+        if excluded is not None and len(excluded):
+            excludes = excluded.ctypes.data, len(excluded)
+        shape = self._pool, threads, byref(c_float.from_buffer(logits.data)), rows, width
+        self._api.cllm_argmax(*shape, *excludes, parts, best, tokens)
+        found: list[int] = tokens[:rows]
         return found
 
-    def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
-        assert logits.flags.c_contiguous and logits.dtype == np.float32
+    def candidates(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Any:
+        """An array of candidates for each row, to be used once; None where rows are to be sampled one by one.
+
+        Each holds what can survive the row's prefilter, a top-k and a gap that narrow it, in order of id.
+        """
+        assert logits.dtype == np.float32
         rows, width = logits.shape
-        if len(self._ids) < rows:
-            self._ids = np.zeros((rows, MAX_CANDIDATES), np.int32)
-            self._values = np.zeros((rows, MAX_CANDIDATES), np.float32)
-        counts = np.empty(rows, np.int32)
-        top_k = np.array([top_k for top_k, _ in prefilters], np.int32)
-        gaps = np.array([gap for _, gap in prefilters], np.float32)
-        threads = min(self._count_threads(logits.size), rows)
-        shape = self._pool, threads, logits.ctypes.data, rows, width
-        results = self._ids.ctypes.data, self._values.ctypes.data, counts.ctypes.data
-        self._api.cllm_reach(*shape, top_k.ctypes.data, gaps.ctypes.data, MAX_CANDIDATES, *results)
+        if len(self._counts) < rows:
+            self._make_room(rows)
+        threads = min(self._count_threads(logits.size), rows) if logits.size > ALONE else 1
+        shape = self._pool, threads, byref(c_float.from_buffer(logits.data)), rows, width
+        top_k, gaps = zip(*prefilters, strict=True)
+        filters = (c_int32 * rows)(*top_k), (c_float * rows)(*gaps), MAX_CANDIDATES
+        self._api.cllm_reach(*shape, *filters, *self._results)
+        counts = self._counts[:rows]
         if counts.min() < 0:
             return None
-        bounds = np.concatenate((np.zeros(1, np.intp), np.cumsum(counts, dtype=np.intp)))
-        taken = np.arange(counts.max()) < counts[:, None]
-        widest = taken.shape[1]
-        return Reaching(self._ids[:rows, :widest][taken], self._values[:rows, :widest][taken], bounds)
+        data, view = self._data[:rows, : counts.max()], self._view[:rows]
+        data["id"], data["logit"] = self._ids[:rows, : counts.max()], self._values[:rows, : counts.max()]
+        view["data"], view["size"] = self._begins[:rows], counts
+        view["selected"], view["sorted"] = -1, 0
+        return self._arrays
 
     def apply(self, function: Any, chains: Sequence[int], arrays: Any) -> list[int]:
+        """Run a sampler chain over each array of candidates: the tokens that they select, or -1.
+
+        `function` is llama.cpp's.
+        """
         rows = len(chains)
-        tokens = np.empty(rows, np.int32)
+        tokens = (c_int32 * rows)()
         threads = max(1, min(self._threads, rows // CHAINS))
-        pointers = (c_void_p * rows)(*chains)
-        self._api.cllm_apply(self._pool, threads, function, pointers, arrays, rows, tokens.ctypes.data)
-        found: list[int] = tokens.tolist()
-        return found
+        self._api.cllm_apply(self._pool, threads, function, (c_void_p * rows)(*chains), arrays, rows, tokens)
+        return tokens[:]
 
     def _count_threads(self, size: int) -> int:
-        """Number of threads that scan `size` logits together."""
-        return max(1, min(self._threads, size // self._part)) if size > ALONE else 1
+        """Number of threads that scan `size` logits together, if these are more than `ALONE`."""
+        return max(1, min(self._threads, size // self._part))
 
 
 def make_logit_scan(threads: int, part: int = PART) -> LogitScan:
@@ -213,9 +177,6 @@ def make_logit_scan(threads: int, part: int = PART) -> LogitScan:
         with suppress(OSError):
             return NativeLogitScan(path, threads, part)
     return LogitScan()
-
-
-_SCAN = LogitScan()  # of one row: threads would not pay
 
 
 class TopKPrefilter:
@@ -242,10 +203,6 @@ class TopKPrefilter:
                 self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself prefilters to the last bit
         self.exists = bool(self.top_k or self.gap)
 
-    def narrows(self, vocabulary_size: int, adjusted: int = 0) -> bool:
-        """It leaves out most of such a vocabulary, if not all tokens are alike."""
-        return self.exists and self.top_k + adjusted < vocabulary_size // GROUP // 2
-
 
 class Candidates:
     """Room for the candidates of one row at a time. Each thread that samples has its own."""
@@ -270,63 +227,47 @@ class Candidates:
 
         `adjusted` are the tokens whose logits the chain may change. None stands for any.
         """
-        ids = self._prefiltered(logits, prefilter, mask, adjusted)
-        if ids is None:
-            count = len(self._ids)
-            self._data["id"] = self._ids  # the samplers of the row before have moved things about
-            self._data["logit"] = logits if mask is None else np.where(mask, logits, -np.inf)
+        ids: Ids = self._ids
+        top_k = prefilter.top_k + (len(adjusted) if adjusted is not None else 0)
+        unknown = prefilter.adjusts and adjusted is None
+        if prefilter.exists and mask is not None and np.count_nonzero(mask) <= self.NARROW:
+            ids = np.flatnonzero(mask)
         else:
-            count = len(ids)
-            data = self._data[:count]
-            data["id"] = ids
-            data["logit"] = logits[ids]
-        array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
+            if mask is not None:
+                logits = np.where(mask, logits, np.float32(-np.inf))
+            if prefilter.exists and not unknown and top_k < len(logits) // NARROWING:
+                ids = reaching(logits, top_k, prefilter.gap)
+                if adjusted is not None:
+                    ids = np.union1d(ids, adjusted if mask is None else adjusted[mask[adjusted]])
+        data = self._data[: len(ids)]
+        data["id"], data["logit"] = ids, logits if ids is self._ids else logits[ids]
+        array = self._api.llama_token_data_array(data=self._pointer, size=len(ids), selected=-1, sorted=False)
         return apply_chain(self._api.llama_sampler_apply, chain, array)
 
-    def _prefiltered(
-        self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None, adjusted: Ids | None
-    ) -> Ids | None:
-        """A superset of what survives the chain's first sampler, in order of id; None for all of them."""
-        if mask is not None and prefilter.exists and np.count_nonzero(mask) <= self.NARROW:
-            return np.flatnonzero(mask)
-        if prefilter.adjusts and adjusted is None:
-            return None
-        more = len(adjusted) if prefilter.adjusts and adjusted is not None else 0
-        if not prefilter.narrows(len(logits), more):
-            return None
-        if mask is not None:
-            logits = np.where(mask, logits, np.float32(-np.inf))
-        found = _SCAN.reaching(logits[None], [(prefilter.top_k + more, prefilter.gap)])
-        if found is None or adjusted is None:
-            return found.ids if found is not None else None
-        return np.union1d(found.ids, adjusted if mask is None else adjusted[mask[adjusted]])
 
+def reaching(logits: Logits, top_k: int, gap: float) -> Ids:
+    """The tokens of a row that can survive a prefilter which narrows it, and a few more, in order of id.
 
-class BatchCandidates:
-    """Room for the candidates of many rows, prefiltered together."""
-
-    def __init__(self, api: Any, scan: LogitScan) -> None:
-        self._api, self._scan = api, scan
-        self._data = np.zeros(0, _CANDIDATE)
-        self._arrays: Any = ()
-        self._view = np.zeros(0, _CANDIDATE_ARRAY)
-
-    def fill(self, logits: Logits, prefilters: Sequence[TopKPrefilter]) -> Any:
-        """A candidate array for each row, to be used once; None where rows are to be sampled one by one."""
-        found = self._scan.reaching(logits, [(each.top_k, each.gap) for each in prefilters])
-        if found is None:
-            return None
-        if len(self._arrays) < len(prefilters):
-            self._arrays = (self._api.llama_token_data_array * len(prefilters))()
-            self._view = np.frombuffer(self._arrays, _CANDIDATE_ARRAY)
-        if len(self._data) < len(found.ids):
-            self._data = np.zeros(2 * len(found.ids), _CANDIDATE)
-        data, view = self._data[: len(found.ids)], self._view[: len(prefilters)]
-        data["id"], data["logit"] = found.ids, found.logits
-        view["data"] = self._data.ctypes.data + _CANDIDATE.itemsize * found.bounds[:-1]
-        view["size"] = np.diff(found.bounds)
-        view["selected"], view["sorted"] = -1, 0
-        return self._arrays
+    A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that at
+    least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it.
+    """
+    groups = len(logits) // GROUP
+    maxima = logits[: groups * GROUP].reshape(GROUP, groups).max(axis=0)
+    rest = logits[groups * GROUP :]
+    if gap:
+        threshold = max(maxima.max(), rest.max(initial=-np.inf)) - np.float32(gap)
+    else:
+        # A lower threshold does, too: of maxima of maxima there are fewer to order.
+        coarse = groups // COARSE
+        dealt = maxima[: coarse * COARSE].reshape(COARSE, coarse) if 2 * top_k <= coarse else maxima[None]
+        ordered = dealt.max(axis=0)
+        threshold = np.partition(ordered, len(ordered) - top_k)[len(ordered) - top_k]
+    members = np.flatnonzero(maxima >= threshold)[:, None] + np.arange(0, groups * GROUP, groups)
+    found: npt.NDArray[np.intp] = members[logits[members] >= threshold]
+    if len(rest):
+        found = np.concatenate((found, groups * GROUP + np.flatnonzero(rest >= threshold)))
+    found.sort()
+    return found
 
 
 def best(logits: Logits, mask: TokenMask | None) -> int:

@@ -7,13 +7,14 @@ import mmap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from cllm.backend.base import SCORED_LOGITS, KVState, Row, StepStatus
+from cllm.backend.base import SCORED_LOGITS, KVState, Row
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
@@ -27,7 +28,6 @@ MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
 WHOLE, PARTIAL = 0, 1  # llama.cpp's flags of a state: all of it, or without the cells that can be cut
-_STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -1: StepStatus.BAD_BATCH}
 
 
 def request_share(cells: int, parallel: int) -> int:
@@ -49,11 +49,6 @@ def used_outputs(config: EngineConfig, vocabulary: int) -> int:
 
 def _padded(cells: int) -> int:
     return -(-cells // CELL_BLOCK) * CELL_BLOCK
-
-
-def get_status(code: int) -> StepStatus:
-    """The class of a return code of `llama_decode`."""
-    return _STATUSES.get(code, StepStatus.FAILED)
 
 
 def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None) -> Any:
@@ -162,7 +157,7 @@ class LlamaContext(Owned):
             self._unsettled.discard(row.seq_id)
         self.workers.work_for(self.pointer)
         self._decode_started = time.perf_counter()
-        code = int(self.api.llama_decode(self.pointer, self._batch.struct))
+        code: int = self.api.llama_decode(self.pointer, self._batch.struct)
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
@@ -170,9 +165,7 @@ class LlamaContext(Owned):
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-        return view.reshape(outputs, self._vocabulary_size)
+        return _view_logits(address, outputs, self._vocabulary_size)
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
@@ -189,17 +182,6 @@ class LlamaContext(Owned):
         if self.limits.unified and all(self.next_position(other) == 0 for other in slots):
             self.api.llama_memory_clear(self.memory, False)
 
-    def remove_padding(self, seq_id: int, position: int) -> None:
-        """Remove the token that a padding row put at the end of a sequence.
-
-        Not as `truncate`, which may have to drop the whole sequence: one token more has pushed nothing out of
-        a sliding window that its successor at the same position looks back on.
-        """
-        if position == 0:
-            self.remove(seq_id)
-        else:
-            self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
-
     def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         """See `ModelRunner.truncate`."""
         held = self.next_position(seq_id)
@@ -211,7 +193,7 @@ class LlamaContext(Owned):
             self._unsettled.add(seq_id)
         usable = length > 0 and (checkpoint is not None or length >= shortest)
         if usable and checkpoint is not None:  # before the cut, which it allows
-            usable = self._set_state(seq_id, checkpoint, PARTIAL)
+            usable = self.restore(seq_id, checkpoint, PARTIAL)
         if (
             usable
             and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
@@ -229,8 +211,8 @@ class LlamaContext(Owned):
         if seq_id not in self._unsettled:
             return True
         self._unsettled.discard(seq_id)
-        state = self._get_state(seq_id, PARTIAL)
-        return state is not None and self._set_state(seq_id, state, PARTIAL)
+        state = self.checkpoint(seq_id)
+        return state is not None and self.restore(seq_id, state, PARTIAL)
 
     def min_length(self, seq_id: int) -> int:
         """See `ModelRunner.min_length`: what the next token would look back on must still be there.
@@ -254,22 +236,8 @@ class LlamaContext(Owned):
             self._copying |= {source, target}
         return self.truncate(target, length)
 
-    def save(self, seq_id: int) -> KVState | None:
+    def save(self, seq_id: int, flags: int = WHOLE) -> KVState | None:
         """The sequence's KV as bytes; None while its cells are still to be copied."""
-        return self._get_state(seq_id, WHOLE)
-
-    def state_bytes(self, seq_id: int) -> int:
-        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
-
-    def checkpoint(self, seq_id: int) -> KVState | None:
-        """See `ModelRunner.checkpoint`."""
-        return self._get_state(seq_id, PARTIAL)
-
-    def restore(self, seq_id: int, state: KVState) -> bool:
-        """Put saved KV into an empty sequence; on failure it is empty again."""
-        return self._set_state(seq_id, state, WHOLE)
-
-    def _get_state(self, seq_id: int, flags: int) -> KVState | None:
         if seq_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
@@ -277,7 +245,15 @@ class LlamaContext(Owned):
         written = self.api.llama_state_seq_get_data_ext(self.pointer, _address(state), size, seq_id, flags)
         return state if written == size else None
 
-    def _set_state(self, seq_id: int, state: KVState, flags: int) -> bool:
+    def state_bytes(self, seq_id: int) -> int:
+        return int(self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, WHOLE))
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        """See `ModelRunner.checkpoint`."""
+        return self.save(seq_id, PARTIAL)
+
+    def restore(self, seq_id: int, state: KVState, flags: int = WHOLE) -> bool:
+        """Put saved KV into an empty sequence, or a checkpoint into its own; on failure it is empty."""
         if seq_id in self._copying:
             return False
         self._snapshots.pop(seq_id, None)
@@ -286,6 +262,13 @@ class LlamaContext(Owned):
             return True
         self.remove(seq_id)
         return False
+
+
+@lru_cache(maxsize=64)  # making one takes longer than the pass over a small vocabulary
+def _view_logits(address: int, outputs: int, width: int) -> npt.NDArray[np.float32]:
+    flat = (ctypes.c_float * (outputs * width)).from_address(address)
+    view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+    return view.reshape(outputs, width)
 
 
 def _new_state(size: int) -> KVState:
@@ -310,6 +293,7 @@ class NativeBatch:
 
     def __init__(self, api: Any, capacity: int, sequences: int) -> None:
         self.capacity = capacity
+        self.lines = 0  # of logits that its rows yield: each first those of `scored`, then those of outputs
         self._token = np.zeros(capacity, np.int32)
         self._position = np.zeros(capacity, np.int32)
         self._id_count = np.ones(capacity, np.int32)
@@ -337,18 +321,20 @@ class NativeBatch:
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
         self.struct.n_tokens = count
+        lines = [len(row.scored) + row.outputs for row in rows]
+        self.lines = sum(lines)
         if count == len(rows):  # one token each: one assignment for all of them
             self._token[:count] = [row.tokens[0] for row in rows]
             self._position[:count] = [row.position for row in rows]
             self._id_pointer[:count] = [base + 4 * seq_id for seq_id in ids]
-            self._output[:count] = [row.lines for row in rows]
+            self._output[:count] = lines
             return
         begin = 0
         self._output[:count] = 0
-        for row in rows:
+        for row, wanted in zip(rows, lines, strict=True):
             end = begin + len(row.tokens)
             self._token[begin:end] = row.tokens
             self._position[begin:end] = np.arange(row.position, row.position + len(row.tokens))
             self._id_pointer[begin:end] = base + 4 * row.seq_id
-            self._output[end - row.lines : end] = 1
+            self._output[end - wanted : end] = 1
             begin = end

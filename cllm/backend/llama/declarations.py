@@ -176,7 +176,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_context_default_params": (llama_context_params,),
     "llama_decode": (c_int32, c_void_p, llama_batch),
     "llama_free": (None, c_void_p),
-    "llama_get_embeddings": (POINTER(c_float), c_void_p),
     "llama_get_embeddings_ith": (POINTER(c_float), c_void_p, c_int32),
     "llama_get_embeddings_seq": (POINTER(c_float), c_void_p, c_int32),
     "llama_get_logits": (POINTER(c_float), c_void_p),

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -61,18 +60,13 @@ class _Node(ctypes.Structure):
     )
 
 
-@cache
-def _breakdown(folder: Path) -> Any:
-    function = getattr(ctypes.CDLL(str(folder / f"libllama.{LIBRARY_SUFFIX}")), _BREAKDOWN)
-    function.restype, function.argtypes = _Map, (ctypes.c_void_p,)
-    return function
-
-
 def read_sizes(library: Library, context: Any) -> dict[str, Sizes]:
     """Sizes of a context and of the weights of its model, by device."""
     api = library.api
     found = {HOST: Sizes()}
-    addresses = [_breakdown(library.directory)(context).root]
+    breakdown = getattr(ctypes.CDLL(str(library.directory / f"libllama.{LIBRARY_SUFFIX}")), _BREAKDOWN)
+    breakdown.restype, breakdown.argtypes = _Map, (ctypes.c_void_p,)
+    addresses = [breakdown(context).root]
     while addresses:
         if (address := addresses.pop()) is None:
             continue
@@ -160,30 +154,23 @@ class DryLoad:
         return answer.sizes
 
 
-class _Meter:
-    """Measures in the process itself; keeps the last model open."""
+def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dict[str, Sizes]:
+    """Measure in the process itself. `opened` holds the last model, by its settings."""
+    from cllm.backend.llama.context import LlamaContext, used_outputs
+    from cllm.backend.llama.gguf import GgufHeader
+    from cllm.backend.llama.model import LlamaModel
 
-    def __init__(self) -> None:
-        self._model: Any = None
-        self._settings: tuple[object, ...] = ()
-
-    def measure(self, config: EngineConfig) -> dict[str, Sizes]:
-        from cllm.backend.llama.context import LlamaContext, used_outputs
-        from cllm.backend.llama.gguf import GgufHeader
-        from cllm.backend.llama.model import LlamaModel
-
-        library, frees = load(gpu=wants_gpu(config)), DeferredFrees()
-        settings = tuple(getattr(config, name) for name in _OF_MODEL)
-        if settings != self._settings:
-            if self._model is not None:
-                self._model.close()
-            self._model, self._settings = None, ()
-            self._model = LlamaModel(library, config, frees, dry=GgufHeader(Path(config.model)))
-            self._settings = settings
-        # The host's pages for logits that are not asked for are never touched.
-        outputs = None if wants_gpu(config) else used_outputs(config, self._model.vocabulary.size)
-        with LlamaContext(library, self._model, config, frees, outputs=outputs) as context:
-            return read_sizes(library, context.pointer)
+    library, frees = load(gpu=wants_gpu(config)), DeferredFrees()
+    settings = tuple(getattr(config, name) for name in _OF_MODEL)
+    if settings not in opened:
+        while opened:
+            opened.popitem()[1].close()
+        opened[settings] = LlamaModel(library, config, frees, dry=GgufHeader(Path(config.model)))
+    model = opened[settings]
+    # The host's pages for logits that are not asked for are never touched.
+    outputs = None if wants_gpu(config) else used_outputs(config, model.vocabulary.size)
+    with LlamaContext(library, model, config, frees, outputs=outputs) as context:
+        return read_sizes(library, context.pointer)
 
 
 def main() -> int:
@@ -192,10 +179,10 @@ def main() -> int:
     # Recurrent states are allocated all the same: where they do not fit, this process is the one to end.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    meter = _Meter()
+    opened: dict[tuple[object, ...], Any] = {}
     for line in sys.stdin.buffer:
         try:
-            answer = _Answer(meter.measure(msgspec.json.decode(line, type=EngineConfig)))
+            answer = _Answer(_measure(msgspec.json.decode(line, type=EngineConfig), opened))
         except CllmError as error:
             answer = _Answer(failure=Failure(error.code, error.message))
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
+from cllm.backend.llama.context import LlamaContext, NativeBatch
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import Owned
 from cllm.backend.llama.memory import EmbeddingMemory
@@ -80,7 +80,7 @@ class EmbeddingContext(Owned):
                 self._api.llama_synchronize(self.pointer)
             compute_s = time.perf_counter() - started
             if code != 0:
-                return StepResult(get_status(code), code=code, compute_s=compute_s)
+                return StepResult(StepStatus(code), code=code, compute_s=compute_s)
             ends = accumulate(len(row.tokens) for row in batch.rows)
             results = tuple(self._result(row, end) for row, end in zip(batch.rows, ends, strict=True))
             keep = not batch.rows[0].outputs

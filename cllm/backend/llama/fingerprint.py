@@ -13,8 +13,10 @@ from cllm.config import EngineConfig
 def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
     """The fingerprint of saved sequence states: everything their bytes depend on. Raises SetupError."""
     header = GgufHeader(Path(config.model))
+    with header.path.open("rb") as file:
+        model = _digest(file.read(header.header_bytes))
     info = {
-        "model": _model(header),
+        "model": f"{header.file_bytes}:{model}",
         "weights": " ".join(_sample(part.path) for part in header.parts),
         "library": library_digest(find()),
         "keys": config.cache_type_k,
@@ -41,11 +43,6 @@ def library_digest(folder: Path) -> str:
     files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
     info = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
     return _digest("\n".join(info).encode())
-
-
-def _model(header: GgufHeader) -> str:
-    with header.path.open("rb") as file:
-        return f"{header.file_bytes}:{_digest(file.read(header.header_bytes))}"
 
 
 def _digest(data: bytes) -> str:

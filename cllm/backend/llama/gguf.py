@@ -27,18 +27,9 @@ _STRING, _ARRAY = 8, 9
 MAX_LAYERS = 4096
 MAX_TYPE = 255  # of a tensor; unknown ones up to it are newer than the package `gguf`
 _SIZES = (
-    *("context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size"),
-    *("nextn_predict_layers", "full_attention_interval", "token_shift_count", "shortconv.l_cache"),
-    *("wkv.head_size", "kda.head_dim", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size"),
-    *("ssm.group_count", "pooling_type"),
-    *(
-        f"attention.{name}"
-        for name in ("head_count", "head_count_kv", "recurrent_layers", "shared_kv_layers")
-    ),
-    *(f"attention.{name}" for name in ("key_length", "key_length_swa", "key_length_mla")),
-    *(f"attention.{name}" for name in ("value_length", "value_length_swa", "indexer.key_length")),
-    *(f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern")),
-)
+    *("context_length", "block_count", "embedding_length", "vocab_size", "pooling_type"),
+    *(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")),
+)  # that are read here
 _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -57,12 +48,6 @@ class Tensor(NamedTuple):
     type_id: int
     offset: int  # from the beginning of the data
     size: int | None
-
-
-class SkippedArray(NamedTuple):
-    """An array that is too long to be kept."""
-
-    length: int
 
 
 class GgufFile:
@@ -172,8 +157,7 @@ class GgufHeader:
     def vocabulary(self) -> int:
         """Tokens of the vocabulary; 0 where the file has none."""
         tokens = self.metadata.get("tokenizer.ggml.tokens")
-        known = len(tokens) if isinstance(tokens, list) else 0
-        return (tokens.length if isinstance(tokens, SkippedArray) else known) or self.number("vocab_size")
+        return (len(tokens) if isinstance(tokens, list | range) else 0) or self.number("vocab_size")
 
     @property
     def generates(self) -> bool:
@@ -257,23 +241,21 @@ class _Cursor:
             return self._array()
         return self.scalar(_SCALARS[kind])
 
-    def _array(self) -> list[Any] | SkippedArray:
+    def _array(self) -> list[Any] | range:
+        """The elements; of an array that is too long to be kept, its indices."""
         kind, count = self.scalar("I"), self.scalar("Q")
         if count > MAX_ARRAY:
             raise ValueError(f"an array of {count} elements")
         if kind in _SCALARS and count > _KEPT_ARRAY:
             self._bytes(struct.calcsize("<" + _SCALARS[kind]) * count)
-            return SkippedArray(count)
+            return range(count)
         if kind == _ARRAY:
             raise ValueError("an array of arrays")
         if count <= _KEPT_ARRAY:
             return [self.value(kind) for _ in range(count)]
-        self._skip_strings(count)
-        return SkippedArray(count)
-
-    def _skip_strings(self, count: int) -> None:
-        """Go past strings. A vocabulary has 300,000 of them, and a start reads it six times."""
+        # Strings: a vocabulary has 300,000 of them, and a start reads it six times.
         view, offset, lengths = self._view, self.offset, struct.Struct("<Q").unpack_from
         for _ in range(count):
             offset += 8 + lengths(view, offset)[0]
         self.offset = offset
+        return range(count)

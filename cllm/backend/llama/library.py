@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -107,29 +108,22 @@ class Library:
                 )
         self._module_looked_for = True
 
-    def system_info(self) -> str:
-        """The instruction sets that llama.cpp was compiled for."""
-        return str(self.api.llama_print_system_info().decode())
-
 
 def find() -> Path:
-    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native."""
+    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native.
+
+    Raises LibraryError if there is none, or the package is of another version.
+    """
     if named := os.environ.get("CLLM_LIBRARY"):
         return Path(named)
-    found = find_built() or find_packaged()
-    if found is None:
+    if (built := find_built()) is not None:
+        return built
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise LibraryError(
             "no native library for this machine: install the package cllm-native, or run `cllm build` "
             "(three to four minutes, once)"
         )
-    return found
-
-
-def find_packaged() -> Path | None:
-    """The library in the package cllm-native, if it is installed. Raises LibraryError for another version."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
     folder = Path(next(iter(spec.submodule_search_locations)))
     version = read_build_info(folder).get("version")
     if version != BINDINGS_VERSION:
@@ -175,13 +169,8 @@ def find_module(directory: Path) -> Path | None:
 
 
 def modules_for(directory: Path) -> list[Module]:
-    """The modules that were built for a library. Asks no driver."""
-    return find_modules() if takes_modules(directory) else []
-
-
-def takes_modules(directory: Path) -> bool:
-    """True if modules of `cllm build` fit a library: others may be of another version."""
-    return (directory / "build.json").exists()
+    """The modules that were built for a library, one of `cllm build`. Asks no driver."""
+    return find_modules() if (directory / "build.json").exists() else []
 
 
 def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
@@ -199,6 +188,19 @@ def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
         if gpu:
             _loaded.load_module()
         return _loaded
+
+
+def run_apart(module: str, data: bytes, limit_s: float) -> bytes:
+    """Run a module in a process that may die of it, and return its output. Raises LibraryError."""
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
+    command = [sys.executable, "-m", module]
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=limit_s, env=environment)
+    except subprocess.TimeoutExpired:
+        raise LibraryError(f"it did not finish within {limit_s:.0f} s") from None
+    if done.returncode != 0:
+        raise LibraryError(exit_reason(done.returncode, done.stderr))
+    return done.stdout
 
 
 def exit_reason(code: int, stderr: bytes) -> str:

@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +122,11 @@ class MemoryFit:
         """
         self._header, self._config, self._scale = header, config, scale
         self._placer = Placer(header, config, devices)
+        self.available = available_memory()  # bytes of the host's; None where they are unknown
+        self._asked = config.parallel or min(config.slots, MAX_PARALLEL)  # requests at a time; 0 if any
+        # The most cells that a slot gets without being asked for.
+        tokens = min(config.max_request_tokens or MAX_SHARE, header.context_train)
+        self._longest = max(CELL_BLOCK, request_share(tokens, 1))
         with ExitStack() as stack:
             self._dry = dry or stack.enter_context(DryLoad())
             self.parallel, self.share, self.placement = self._choose()
@@ -149,11 +153,6 @@ class MemoryFit:
         embedding = 0 if self.placement.complete else self.embedding
         self.total = self.places[0].needed + embedding + self.grammars + self.states
 
-    @cached_property
-    def available(self) -> int | None:
-        """Bytes available in the host's memory; None where they are unknown."""
-        return available_memory()
-
     def _choose(self) -> tuple[int, int, Placement]:
         """Requests at a time, cells of each, and layers on GPUs.
 
@@ -161,10 +160,9 @@ class MemoryFit:
         `DEFAULT_REQUEST_CELLS`. Where many layers stay with the CPU anyway, there is context for an agent's
         first message: see `MAX_MORE_CPU_LAYERS`.
         """
-        config, longest = self._config, self._longest
+        config, longest, asked = self._config, self._longest, self._asked
         layers = asked_layers(config)
         whole = self._placer.place(self._placer.total if layers is None else layers)
-        asked = config.parallel or min(config.slots, MAX_PARALLEL)
         if config.ctx_size:
             parallel = asked or min(MAX_PARALLEL, max(1, config.ctx_size // DEFAULT_REQUEST_CELLS))
             slots = max(config.slots, parallel)
@@ -189,14 +187,13 @@ class MemoryFit:
 
     def _choose_context(self, placement: Placement) -> tuple[int, int]:
         """Requests at a time and cells of each: fewer requests before less context, see `AGENT_SHARE`."""
-        config, longest = self._config, self._longest
-        asked = config.parallel or min(config.slots, MAX_PARALLEL)
+        longest, asked = self._longest, self._asked
         if self.available is None and not placement.gpu_layers:
             return asked or MAX_PARALLEL, min(DEFAULT_REQUEST_CELLS, longest)
         if asked:
             return asked, self._largest_share(asked, placement)
         several = range(2, MAX_PARALLEL + 1)
-        if more := bisect(several, True, key=lambda n: not self._is_affordable(n, longest, placement)):
+        if more := bisect(several, True, key=lambda n: not self._fits(n, longest, placement, roomy=True)):
             return several[more - 1], longest
         share = self._largest_share(2, placement)
         if share >= min(AGENT_SHARE, longest):
@@ -212,30 +209,21 @@ class MemoryFit:
         )
         return self._placer.place(layers)
 
-    @property
-    def _longest(self) -> int:
-        """The most cells that a slot gets without being asked for."""
-        tokens = min(self._config.max_request_tokens or MAX_SHARE, self._header.context_train)
-        return max(CELL_BLOCK, request_share(tokens, 1))
-
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
         blocks = range(1, self._longest // CELL_BLOCK + 1)
         affordable = bisect(
-            blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK, placement)
+            blocks, True, key=lambda n: not self._fits(parallel, n * CELL_BLOCK, placement, roomy=True)
         )
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
-    def _is_affordable(self, parallel: int, share: int, placement: Placement) -> bool:
-        """True if KV takes at most half of what the rest leaves free, everywhere."""
+    def _fits(
+        self, parallel: int, share: int, placement: Placement, *, host: bool = True, roomy: bool = False
+    ) -> bool:
+        """True if it fits everywhere; if `roomy`, with KV in at most half of what the rest leaves free."""
         with suppress(NotEnoughMemory):
-            return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
-        return False
-
-    def _fits(self, parallel: int, share: int, placement: Placement, *, host: bool = True) -> bool:
-        with suppress(NotEnoughMemory):
-            places = self._sum_up(parallel, share, placement)
-            return all(place.fits for place in (places if host else places[1:]))
+            places = self._sum_up(parallel, share, placement)[0 if host else 1 :]
+            return all(place.is_roomy if roomy else place.fits for place in places)
         return False
 
     def _sum_up(self, parallel: int, share: int, placement: Placement) -> tuple[Place, ...]:
@@ -311,10 +299,6 @@ class MemoryFit:
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
         )
 
-    def describe_placement(self) -> str:
-        """The layers of each device, and what it holds then."""
-        return f"{self.placement.describe()}: {self.describe()}"
-
     def describe_context(self) -> str:
         """The context, and why it is what it is."""
         config, train = self._config, self._header.context_train
@@ -389,8 +373,8 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
     if asked_layers(config) and not devices:
         log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
-    place = fit.describe_placement() if devices else fit.describe()
-    log.info("context: %s; memory: %s", fit.describe_context(), place)
+    placed = f"{fit.placement.describe()}: " if devices else ""
+    log.info("context: %s; memory: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
     host = available_memory()
     if host is None or fit.total <= host:

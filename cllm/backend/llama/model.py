@@ -6,10 +6,10 @@ import ctypes
 import re
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
@@ -142,6 +142,10 @@ class LlamaModel(Owned):
         length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
         self.vector_length = int(length(pointer))
 
+    def close(self) -> None:
+        super().close()
+        self.vocabulary.__dict__.pop("pointer", None)  # a part of the model
+
     def metadata(self, key: str) -> str | None:
         """A scalar of the GGUF's metadata as text."""
         buffer = ctypes.create_string_buffer(1024)
@@ -186,15 +190,11 @@ class LlamaVocabulary:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
-        self._api = model.api
-        self._pointer = model.api.llama_model_get_vocab(model.pointer)
-        self.size = int(self._api.llama_vocab_n_tokens(self._pointer))
-        self._pieces: dict[int, bytes] = {}
-
-    @property
-    def pointer(self) -> Any:
-        assert self._model.pointer, "the vocabulary is part of the model"
-        return self._pointer
+        self._api = api = model.api
+        self.pointer = api.llama_model_get_vocab(model.pointer)
+        self.size = int(api.llama_vocab_n_tokens(self.pointer))
+        self._adds_begin = bool(api.llama_vocab_get_add_bos(self.pointer))  # llama.cpp, before a text
+        self.piece: Callable[[int], bytes] = cache(self._read_piece)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -218,7 +218,10 @@ class LlamaVocabulary:
         special: list[str] = []
         short: set[bytes] = set()
         longest, strips = 0, 0
-        byte_level = self._is_byte_level()
+        kind = self._model.metadata("tokenizer.ggml.model")
+        space = self.tokenize(" ", add_special=False, parse_special=False) if kind == "gpt2" else []
+        # BPE over bytes, each written as a character of its own.
+        byte_level = [text_of(pointer, token) for token in space] == ["Ġ".encode()]
         for token in range(self.size):
             attributes, text = attribute(pointer, token), text_of(pointer, token)
             strips |= attributes & _STRIPS
@@ -230,27 +233,14 @@ class LlamaVocabulary:
                 # In byte-level BPE a character stands for a byte.
                 characters = byte_level and attributes & (_NORMAL | _SPELLED) == _NORMAL
                 longest = max(longest, len(text.decode("utf-8", "replace") if characters else text))
-        keeps_text = byte_level or self._model.metadata("tokenizer.ggml.model") == "llama"
-        if strips or not keeps_text:
+        if strips or not (byte_level or kind == "llama"):
             return frozenset(special), TokenBound()
         dropped = bytes(byte for byte, text in _BYTE_LEVEL if text not in short) if byte_level else b""
         return frozenset(special), TokenBound(longest, dropped)
 
-    def _is_byte_level(self) -> bool:
-        """True for BPE over bytes, each written as a character of its own: a space as `Ġ`."""
-        if self._model.metadata("tokenizer.ggml.model") != "gpt2":
-            return False
-        tokens = self.tokenize(" ", add_special=False, parse_special=False)
-        return len(tokens) == 1 and self._api.llama_vocab_get_text(self.pointer, tokens[0]) == "Ġ".encode()
-
     @cached_property
     def begin_text(self) -> str:
         return self.spelling(self._api.llama_vocab_bos(self.pointer))
-
-    @cached_property
-    def _adds_begin(self) -> bool:
-        """True where llama.cpp puts BOS before a text."""
-        return bool(self._api.llama_vocab_get_add_bos(self.pointer))
 
     @cached_property
     def end_text(self) -> str:
@@ -267,7 +257,7 @@ class LlamaVocabulary:
             "repository": api.llama_vocab_fim_rep,
             "separator": api.llama_vocab_fim_sep,
         }
-        if api.llama_vocab_get_add_bos(self.pointer):
+        if self._adds_begin:
             named["begin"] = api.llama_vocab_bos
         found = {name: token for name, read in named.items() if (token := read(self.pointer)) >= 0}
         return InfillTokens(**found) if {"prefix", "suffix", "middle"} <= found.keys() else None
@@ -276,9 +266,6 @@ class LlamaVocabulary:
         if not 0 <= token < self.size:
             return ""
         return str(self._api.llama_vocab_get_text(self.pointer, token).decode("utf-8", "replace"))
-
-    def is_end(self, token: int) -> bool:
-        return token in self.ends
 
     def is_control(self, token: int) -> bool:
         return bool(self._api.llama_vocab_get_attr(self.pointer, token) & _CONTROL_OR_UNKNOWN)
@@ -296,61 +283,27 @@ class LlamaVocabulary:
         return list(tokens[:count])
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
-        def tokenize(text: str, parse_special: bool) -> list[int]:
-            return self.tokenize(text, add_special=False, parse_special=parse_special)
-
-        return self._rerank_prompt.tokens(query, document, tokenize, self.special_texts)
-
-    @cached_property
-    def _rerank_prompt(self) -> RerankPrompt:
         """The model's own rerank template, else its control tokens around query and document."""
-        api, pointer = self._api, self.pointer
+        api, pointer, tokenize = self._api, self.pointer, partial(self.tokenize, add_special=False)
         template = api.llama_model_chat_template(self._model.pointer, b"rerank")
-        begin, separator = api.llama_vocab_bos(pointer), api.llama_vocab_sep(pointer)
-        end = api.llama_vocab_eos(pointer)
+        if template:
+            texts = {"{query}": query, "{document}": document}
+            pieces = re.split(r"(\{query\}|\{document\})", template.decode("utf-8", "replace"))
+            if not any(control in text for text in texts.values() for control in self.special_texts):
+                return tokenize("".join(texts.get(piece, piece) for piece in pieces), parse_special=True)
+            parts = [tokenize(texts.get(one, one), parse_special=one not in texts) for one in pieces if one]
+            return [token for part in parts for token in part]
+        first, second = (tokenize(text, parse_special=False) for text in (query, document))
+        begin = [api.llama_vocab_bos(pointer)] if self._adds_begin else []
+        separator, end = api.llama_vocab_sep(pointer), api.llama_vocab_eos(pointer)
         ends = [end if end >= 0 else separator] if api.llama_vocab_get_add_eos(pointer) else []
         middle = [separator] if api.llama_vocab_get_add_sep(pointer) else []
-        return RerankPrompt(
-            before=[begin] if api.llama_vocab_get_add_bos(pointer) else [],
-            between=[*ends, *middle],
-            after=ends or middle,  # as at the end of a single text
-            template=template.decode("utf-8", "replace") if template else None,
-        )
+        # After the document as at the end of a single text.
+        return [*begin, *first, *ends, *middle, *second, *(ends or middle)]
 
-    def piece(self, token: int) -> bytes:
-        piece = self._pieces.get(token)
-        if piece is None:
-            count = -64
-            while count < 0:  # room for -count bytes is needed
-                buffer = ctypes.create_string_buffer(-count)
-                count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
-            piece = self._pieces[token] = buffer.raw[:count]
-        return piece
-
-
-Tokenize = Callable[[str, bool], list[int]]  # text, parse_special
-
-
-class RerankPrompt(NamedTuple):
-    """The rerank prompt of a query and a document: control tokens around them, or a template."""
-
-    before: Sequence[int]
-    between: Sequence[int]
-    after: Sequence[int]
-    template: str | None = None  # with {query} and {document} in it
-
-    def tokens(self, query: str, document: str, tokenize: Tokenize, controls: frozenset[str]) -> list[int]:
-        """Tokenize it. No text in `query` or `document` becomes a control token."""
-        if self.template is None:
-            parts = tokenize(query, False), tokenize(document, False)
-            return [*self.before, *parts[0], *self.between, *parts[1], *self.after]
-        texts = {"{query}": query, "{document}": document}
-        pieces = re.split(r"(\{query\}|\{document\})", self.template)
-        if not any(control in text for text in texts.values() for control in controls):
-            return tokenize("".join(texts.get(piece, piece) for piece in pieces), True)
-        return [
-            token
-            for piece in pieces
-            if piece
-            for token in tokenize(texts.get(piece, piece), piece not in texts)
-        ]
+    def _read_piece(self, token: int) -> bytes:
+        count = -64
+        while count < 0:  # room for -count bytes is needed
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:count]

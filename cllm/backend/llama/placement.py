@@ -10,12 +10,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,14 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.library import exit_reason, find, load, may_use_gpu, modules_for, takes_modules
+from cllm.backend.llama.library import find, load, may_use_gpu, modules_for, run_apart
 from cllm.build.gpus import Drivers
 from cllm.build.module import choose_backend, choose_module, describe_time
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, LibraryError
 
 log = logging.getLogger(__name__)
-_LIMIT_S = 60
+_LIMIT_S = 60.0
 _GPU, _INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 _MIB = 1 << 20
 # Of each GPU, beside what is counted: scratch memory of kernels (their pool and cuBLAS's), what the driver
@@ -77,31 +74,27 @@ def list_devices() -> tuple[Device, ...]:
 
     They are asked for in a process that may die of it, and takes its memory along; once in a process's life.
     """
-    with suppress(LibraryError):
-        return ask_library() if may_use_gpu() else ()
-    return ()
-
-
-def ask_library() -> tuple[Device, ...]:
-    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
-    command = [sys.executable, "-m", "cllm.backend.llama.placement"]
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, env=environment)
-        if done.returncode == 0:
-            return tuple(Device(*device) for device in json.loads(done.stdout))
-        reason = exit_reason(done.returncode, done.stderr)
-    except subprocess.TimeoutExpired:
-        reason = f"it did not finish within {_LIMIT_S} s"
-    log.warning("no GPU is used, since the library could not list them: %s; `cllm doctor` says more", reason)
-    return ()
+        if not may_use_gpu():
+            return ()
+    except LibraryError:
+        return ()
+    try:
+        devices = json.loads(run_apart("cllm.backend.llama.placement", b"", _LIMIT_S))
+    except LibraryError as error:
+        log.warning(
+            "no GPU is used, since the library could not list them: %s; `cllm doctor` says more", error
+        )
+        return ()
+    return tuple(Device(*device) for device in devices)
 
 
 def offer_module(drivers: Drivers) -> str | None:
     """An offer to build a module for a GPU that its driver reports; None where it is there or of no use."""
     folder, backend = find(), choose_backend("auto", drivers)
     built = choose_module(modules_for(folder), drivers)
-    if backend is None or built is not None or not takes_modules(folder) or list_devices():
+    fits = (folder / "build.json").exists()  # modules of `cllm build`: others may be of another version
+    if backend is None or built is not None or not fits or list_devices():
         return None
     gpu, *_ = drivers.of(backend)
     return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -17,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from cllm.backend.llama.fingerprint import library_digest
-from cllm.backend.llama.library import exit_reason, find, may_use_gpu
+from cllm.backend.llama.library import find, may_use_gpu, run_apart
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.placement import list_devices, wants_gpu
 from cllm.build.module import find_modules
@@ -86,18 +84,10 @@ def run_probe(config: EngineConfig) -> ProbeResult:
     """Load the model and decode a few tokens in a throw-away process."""
     small = msgspec.structs.replace(config, parallel=1, slots=0, ctx_size=512, max_request_tokens=0)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "cllm.backend.llama.probe"],
-            input=msgspec.json.encode(small),
-            capture_output=True,
-            timeout=PROBE_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return ProbeResult(False, f"it did not finish within {PROBE_LIMIT_S:.0f} s")
-    if done.returncode != 0:
-        return ProbeResult(False, exit_reason(done.returncode, done.stderr))
-    return ProbeResult(True, tokens_per_second=float(done.stdout))
+        speed = run_apart("cllm.backend.llama.probe", msgspec.json.encode(small), PROBE_LIMIT_S)
+    except LibraryError as error:
+        return ProbeResult(False, error.message)
+    return ProbeResult(True, tokens_per_second=float(speed))
 
 
 def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
@@ -199,7 +189,6 @@ def _main() -> int:
     from cllm.backend.llama.runner import LlamaRunner
     from cllm.types import SamplingParams
 
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         runner = LlamaRunner(config)

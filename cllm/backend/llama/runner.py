@@ -24,7 +24,7 @@ from cllm.backend.base import (
 )
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
-from cllm.backend.llama.context import LlamaContext, get_status
+from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.dry_load import Sizes, read_sizes
 from cllm.backend.llama.embedding import EmbeddingContext
@@ -61,7 +61,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
         self._padding: dict[int, int] = {}  # position by id
-        self._code, self._lines, self._ubatches, self._chains = 0, 0, 0, False  # of what was submitted
+        self._code = 0  # of what was submitted
         self._plain_s: dict[int, list[float]] = {}  # by rows: the device's last steps of a token a row
         self._open = ExitStack()  # what is open; closed in reverse order
         try:
@@ -163,7 +163,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
         return 0.0 if code else seconds
 
     def submit(self, batch: Batch) -> None:
-        self.deferred_frees.free_all()
+        if not self.deferred_frees.empty():
+            self.deferred_frees.free_all()
         self._submitted = batch
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
@@ -173,21 +174,15 @@ class LlamaRunner(LlamaContext, ModelRunner):
             padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._code = self.decode(self._rows)
-        # A GPU computes already.
-        self._lines = sum(row.lines for row in batch.rows)
-        self._chains = any(isinstance(row.sampler, LlamaSampler) and row.sampler.chain for row in batch.rows)
-        # A recurrent memory is split by sequence in either layout.
-        unified = self.limits.unified and not self.info.recurrent
-        self._ubatches = count_ubatches(self._rows, self.limits.batch_tokens, unified=unified)
 
     def _wait(self) -> None:
-        """Wait until the device is done.
+        """Wait until a GPU is done with a token of each row.
 
         Sampler chains take two passes on all threads, which are then woken before; the shortest of the last
         such steps says when. For the likeliest token it would not pay.
         """
         rows = len(self._rows)
-        if not self.asynchronous or not self._chains or self._batch.struct.n_tokens != rows:
+        if not any(isinstance(row.sampler, LlamaSampler) and row.sampler.chain for row in self._rows):
             self.api.llama_synchronize(self.pointer)
             return
         known = self._plain_s.setdefault(rows, [])
@@ -195,7 +190,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             known.clear()  # the next one is waited for awake: sleep that is too long must not be remembered
         taken_s = time.perf_counter() - self._decode_started
         expected_s = min(known) - taken_s if known else 0.0
-        logits = self._lines * self.vocabulary.size
+        logits = self._batch.lines * self.vocabulary.size
         self.batch_sampler.scan.wait(self.api.llama_synchronize, self.pointer, expected_s, logits)
         known.append(time.perf_counter() - self._decode_started)
 
@@ -205,23 +200,31 @@ class LlamaRunner(LlamaContext, ModelRunner):
         if batch.kind is BatchKind.EMBED:
             assert self._embedding is not None, "open_embedding comes first"
             return self._embedding.run(batch)
-        code = self._code
-        if code == 0:
+        code, lines = self._code, self._batch.lines
+        # A recurrent memory is split by sequence in either layout.
+        unified = self.limits.unified and not self.info.recurrent
+        ubatches = count_ubatches(self._rows, self.limits.batch_tokens, unified=unified)
+        if code == 0 and self.asynchronous and self._batch.struct.n_tokens == len(self._rows):
             self._wait()
+        elif code == 0:
+            self.api.llama_synchronize(self.pointer)
+        # Not as `truncate`, which may have to drop the whole sequence: a token more has pushed nothing out of
+        # a sliding window that its successor at the same position looks back on.
         for seq_id, position in self._padding.items():
-            self.remove_padding(seq_id, position)
+            if position == 0:
+                self.remove(seq_id)
+            else:
+                self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
         decoded = time.perf_counter()
         compute_s = decoded - self._decode_started
         if code != 0:
-            return StepResult(get_status(code), code=code, compute_s=compute_s)
-        if self._lines:
-            results = self.batch_sampler.sample(batch.rows, self.logits(self._lines))
+            return StepResult(StepStatus(code), code=code, compute_s=compute_s)
+        if lines:
+            results = self.batch_sampler.sample(batch.rows, self.logits(lines))
         else:
             results = (RowResult(),) * len(batch.rows)
         sample_s = time.perf_counter() - decoded
-        return StepResult(
-            StepStatus.DONE, results, ubatches=self._ubatches, compute_s=compute_s, sample_s=sample_s
-        )
+        return StepResult(StepStatus.DONE, results, 0, ubatches, compute_s, sample_s)
 
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None

@@ -15,15 +15,15 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import (
-    NO_TOKENS,
-    BatchCandidates,
+    NARROWING,
     Candidates,
     Logits,
     LogitScan,
+    NativeLogitScan,
+    Tokens,
     TopKPrefilter,
     apply_chain,
     best,
@@ -50,16 +50,16 @@ class LlamaSampler:
         api: Any,
         params: SamplingParams,
         chain: Owned | None,
-        excluded: npt.NDArray[np.int32],
+        excluded: Tokens,
         context: int,
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
         self.seconds = 0.0  # of its last token
-        penalties = params.penalty_last_n if params.penalises else 0
-        dry = params.dry_penalty_last_n if params.dry_multiplier > 0 else 0
-        self._lookback = max(get_lookback(penalties, context), get_lookback(dry, context))
+        self._lookback = get_lookback(params.penalty_last_n, context) if params.penalises else 0
+        if params.dry_multiplier > 0:
+            self._lookback = max(self._lookback, get_lookback(params.dry_penalty_last_n, context))
         self._biased = [token for token, _ in params.logit_bias]
         self._recent: deque[int] | None = None  # the history, if it is short: its tokens are adjusted
         adjusts = params.logit_bias or params.looks_back
@@ -233,7 +233,6 @@ class BatchSampler:
     def __init__(self, api: Any, vocabulary_size: int, threads: int, scan: LogitScan | None = None) -> None:
         self._api, self.scan = api, scan or LogitScan()
         self._candidates = [Candidates(api, vocabulary_size) for _ in range(threads)]
-        self._batched = BatchCandidates(api, self.scan)
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
 
     def close(self) -> None:
@@ -246,17 +245,31 @@ class BatchSampler:
 
         Tokens that a sampler excludes are taken out of its lines.
         """
+        excluded = None
+        for row in rows:  # in the usual case every row is greedy and wants one token
+            if row.outputs != 1 or row.mask is not None or row.logprobs or row.scored:
+                break
+            sampler = row.sampler
+            assert isinstance(sampler, LlamaSampler)
+            if excluded is None:
+                excluded = sampler.excluded
+            if sampler.chain is not None or sampler.excluded is not excluded:
+                break
+        else:
+            tokens = self.scan.likeliest(logits, excluded)
+            return tuple([RowResult((token,)) for token in tokens])
         if any(row.scored for row in rows):
             return self._sample_scored(rows, logits)
-        if (tokens := self._sample_greedy(rows, logits)) is not None:
-            return tuple(RowResult((token,)) for token in tokens)
         work = _make_work(rows, logits)
         found: dict[int, RowResult] = {}
         plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
         if 2 * len(plain) > len(work):  # in one go over all lines, unless most of them are others'
             likeliest = self.scan.likeliest(logits)
             for one in plain:
-                found[one.first] = _verify(one, likeliest[one.first :])
+                if one.row.outputs == 1 and not one.row.logprobs:
+                    found[one.first] = RowResult((likeliest[one.first],))
+                else:
+                    found[one.first] = _verify(one, likeliest[one.first :])
         self._sample_prefiltered([one for one in work if one.first not in found], logits, found)
         if others := [one for one in work if one.first not in found]:
             results = self._run_chains(others)
@@ -276,55 +289,41 @@ class BatchSampler:
                 for place, token in enumerate(row.scored)
             )
             scores.append((found, time.perf_counter() - started))
-            outputs += range(first + len(row.scored), first + row.lines)
-            first += row.lines
+            first += len(row.scored)
+            outputs += range(first, first + row.outputs)
+            first += row.outputs
         results = self.sample([row._replace(scored=()) for row in rows], logits[outputs])
         return tuple(
             result._replace(scored=scored, sample_s=result.sample_s + seconds)
             for result, (scored, seconds) in zip(results, scores, strict=True)
         )
 
-    def _sample_greedy(self, rows: Sequence[Row], logits: Logits) -> list[int] | None:
-        """The tokens where every row is greedy and wants one, the usual case; otherwise None."""
-        if len(rows) != len(logits):
-            return None
-        excluded = None
-        for row in rows:
-            sampler = row.sampler
-            assert isinstance(sampler, LlamaSampler)
-            if sampler.chain is not None or row.outputs != 1 or row.mask is not None or row.logprobs:
-                return None
-            if excluded is None:
-                excluded = sampler.excluded
-            elif excluded is not sampler.excluded:
-                return None
-        return self.scan.likeliest(logits, excluded if excluded is not None else NO_TOKENS)
-
     def _sample_prefiltered(self, work: Sequence[_Work], logits: Logits, found: dict[int, RowResult]) -> None:
         """Rows whose chains start with a prefilter are filtered together."""
-        narrow = [
-            one
-            for one in work
-            if one.row.mask is None
-            and not one.sampler.prefilter.adjusts
-            and one.sampler.prefilter.narrows(logits.shape[1])
-        ]
-        prefilters = [one.sampler.prefilter for one in narrow for _ in range(one.row.outputs)]
-        if not prefilters:
+        max_top_k = logits.shape[1] // NARROWING
+        narrow, prefilters = [], []
+        for one in work:
+            prefilter = one.sampler.prefilter
+            narrows = prefilter.exists and not prefilter.adjusts and prefilter.top_k < max_top_k
+            if narrows and one.row.mask is None:
+                narrow.append(one)
+                prefilters += [(prefilter.top_k, prefilter.gap)] * one.row.outputs
+        scan = self.scan
+        if not prefilters or not isinstance(scan, NativeLogitScan):
             return
         started = time.perf_counter()
         if len(prefilters) < len(logits):
             logits = logits[[one.first + place for one in narrow for place in range(one.row.outputs)]]
         try:
             chains = [one.sampler.chain.pointer for one in narrow if one.sampler.chain is not None]
-            arrays = self._batched.fill(logits, prefilters)
+            arrays = scan.candidates(logits, prefilters)
         except Exception:
             log.exception("the candidates of %d rows could not be found", len(narrow))
             return
         if arrays is None:
             return
         apply, at_once = self._api.llama_sampler_apply, len(prefilters) == len(narrow)
-        tokens = self.scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
+        tokens = scan.apply(apply, chains, arrays) if at_once else ()  # there are no drafts
         each_s = (time.perf_counter() - started) / len(prefilters)
         first = 0
         for one, chain in zip(narrow, chains, strict=True):  # without penalties: no token is to be accepted
@@ -362,7 +361,7 @@ class BatchSampler:
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
     """The rows that want output. Excluded tokens are taken out of all lines at once: most exclude alike."""
     work = []
-    excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
+    excluding: dict[int, tuple[Tokens, list[int]]] = {}  # by identity: tokens, and lines
     first = 0
     for row in rows:
         if not row.outputs:

@@ -31,10 +31,6 @@ class CpuTimes(NamedTuple):
     busy: float
     own: float
 
-    def others_since(self, before: CpuTimes) -> float:
-        """Cores that other programs kept busy since the earlier reading."""
-        return max(0.0, (self.busy - before.busy) - (self.own - before.own)) / (self.now - before.now)
-
 
 def usable_cores() -> frozenset[int] | None:
     """The cores this process may run on; None where the system does not say."""
@@ -106,24 +102,23 @@ class ThreadGovernor:
         if self._last is None or now < self._next_look:
             return self.threads
         self._next_look = now + self.INTERVAL_S
-        if (times := self._read()) is not None:
-            last, self._last = self._last, times
-            elapsed = times.now - last.now
-            # An average over a time with hardly any computing says nothing. A long time with much of it is
-            # one slow step: the other program is already there.
-            if elapsed >= self.INTERVAL_S / 2 and times.own - last.own >= self.COMPUTING * elapsed:
-                self._decide(times.others_since(last), looks=max(1, int(elapsed / self.INTERVAL_S)))
-        return self.threads
-
-    def _decide(self, others: float, looks: int) -> None:
+        if (times := self._read()) is None:
+            return self.threads
+        last, self._last = self._last, times
+        elapsed, own = times.now - last.now, times.own - last.own
+        # An average over a time with hardly any computing says nothing. A long time with much of it is one
+        # slow step: the other program is already there.
+        if elapsed < self.INTERVAL_S / 2 or own < self.COMPUTING * elapsed:
+            return self.threads
+        others = max(0.0, times.busy - last.busy - own) / elapsed
         wanted = min(self._max_threads, max(1, self._cores - math.floor(others + 1 - self.TAKEN)))
+        self._looks += max(1, int(elapsed / self.INTERVAL_S))
         if wanted == self.threads:
             self._looks = 0
-            return
-        self._looks += looks
-        if self._looks >= (self.LOOKS_DOWN if wanted < self.threads else self.LOOKS_UP):
+        elif self._looks >= (self.LOOKS_DOWN if wanted < self.threads else self.LOOKS_UP):
             log.info("compute threads: %d → %d (others use %.1f cores)", self.threads, wanted, others)
             self.threads, self._looks = wanted, 0
+        return self.threads
 
 
 class Workers:

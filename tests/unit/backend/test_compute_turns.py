@@ -14,7 +14,6 @@ import pytest
 
 from cllm.backend import compute_turns
 from cllm.backend.compute_turns import VARIABLE, ComputeTurns, share_turns
-from tests.driver.server import wait_for
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory")
 
@@ -119,10 +118,3 @@ def test_one_that_had_far_less_time_does_not_take_turn_after_turn(turns: Compute
                 time.sleep(0.02)
         output, _ = other.communicate("\n", timeout=30)
     assert int(output) > 10, "it had turns in between"
-
-
-def test_another_engine_is_seen_before_it_is_waited_for(turns: ComputeTurns) -> None:
-    assert not turns.contended
-    with engine(0.002):
-        # The next step is planned with it in mind.
-        wait_for(lambda: turns.contended)

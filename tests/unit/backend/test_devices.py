@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,20 +35,7 @@ def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, 
     """It is asked, and answers."""
     monkeypatch.setenv("CLLM_LIBRARY", str(library.find()))
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))  # without modules
-    if may_use_gpu():
-        pytest.skip("this library has a GPU backend inside")
-    assert placement.list_devices() == ()
-    answers: list[bytes] = []
-    run = subprocess.run
-
-    def record(*arguments: Any, **options: Any) -> Any:
-        done = run(*arguments, **options)
-        answers.append(done.stdout)
-        return done
-
-    monkeypatch.setattr(subprocess, "run", record)
-    assert placement.ask_library() == ()
-    assert answers == [b"[]\n"]
+    assert may_use_gpu() or library.run_apart("cllm.backend.llama.placement", b"", 60) == b"[]\n"
 
 
 def test_a_library_that_dies_of_the_question_has_no_gpu_and_warns_once(

@@ -183,7 +183,7 @@ def test_a_card_that_is_too_small_for_one_layer_is_left_alone(dense: GgufHeader)
     fit = fit_of(dense, cards(0.6))
     plain = fit_of(dense, ())
     assert fit.placement.gpu_layers == 0 and fit.places == plain.places
-    assert "all 33 layers on the CPU, none on CUDA0 (614 MiB free)" in fit.describe_placement()
+    assert "all 33 layers on the CPU, none on CUDA0 (614 MiB free)" in fit.placement.describe()
     ready = ready_of(dense, cards(0.6))
     assert (ready.gpu_layers, ready.target_itl_ms, ready.ctx_size) == (0, 250, plain.cells)
 
@@ -251,7 +251,7 @@ def test_unequal_cards_share_by_what_they_have_free(dense: GgufHeader) -> None:
     assert first.fits and second.fits and first.kv > 3 * second.kv
     ready = ready_of(dense, cards(12, 4))
     assert ready.tensor_split == "11776,3584" and ready.target_itl_ms == 50
-    assert f"{large} of 33 layers on CUDA0, {small} on CUDA1: " in fit.describe_placement()
+    assert f"{large} of 33 layers on CUDA0, {small} on CUDA1" in fit.placement.describe()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_experts_on_the_cpu_leave_the_card_for_the_rest(experts: GgufHeader) -> 
     moved = 20 * 3 * EXPERTS * FEED_FORWARD * EMBEDDING // 32 * 18
     assert held.places[0].model == moved + TABLE
     assert held.places[1].model == experts.data_bytes - moved - TABLE
-    assert "33 of 33 layers on CUDA0, experts of 20 layers on the CPU" in held.describe_placement()
+    assert "33 of 33 layers on CUDA0, experts of 20 layers on the CPU" in held.placement.describe()
     ready = ready_of(experts, cards(12), n_cpu_moe=99)
     assert ready.n_cpu_moe == LAYERS and ready.target_itl_ms == 250
     assert fit_of(experts, cards(200), n_cpu_moe=0).placement.complete

@@ -26,7 +26,8 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library for every CPU, compiled for NEON and dot products."""
     (tmp_path / "build.json").write_text(json.dumps({"version": "1", "variants": True}))
     monkeypatch.delenv("CLLM_LIBRARY", raising=False)
-    loaded = SimpleNamespace(system_info=lambda: "CPU : NEON = 1 | DOTPROD = 1 | ")
+    api = SimpleNamespace(llama_print_system_info=lambda: b"CPU : NEON = 1 | DOTPROD = 1 | ")
+    loaded = SimpleNamespace(api=api)
     monkeypatch.setattr(library, "load", lambda _: loaded)
     monkeypatch.setattr(doctor, "loaded_variant", lambda: "armv8.2_1")
     return tmp_path
