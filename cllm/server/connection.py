@@ -148,10 +148,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._disconnect()
         super().connection_lost(exc)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
     def _disconnect(self) -> None:
         """The application sees a disconnect: of the last request, and of the one that is answered now."""
         for cycle in (self._answered, self.cycle):
@@ -186,6 +182,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_header = False
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         self.headers = []  # of trailers, which follow the body: the scope does not get them
         old = self.scope["http_version"] == "1.0"
         if old or self.cycle.waiting_for_100_continue:
@@ -245,7 +243,9 @@ class GuardedConnection(HttpToolsProtocol):
         return b"" if cycle.expected_content_length else COMMENT
 
     def on_response_complete(self) -> None:
-        if self._half_closed and not self.pipeline:
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        elif self._half_closed:
             self.transport.close()
         super().on_response_complete()
         begun = self._in_header and self._header_bytes  # the next request is partly here already

@@ -29,7 +29,12 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     cached_from: str = ""  # the tier of the KV cache: device, ram or disk
 
 
-def make_timings(usage: Usage, prompt_s: float, generated_s: float) -> Timings:
+def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
+    """The times of a stream so far, or of one that has ended with this `usage`."""
+    now = stream.ended or time.perf_counter()
+    first = stream.first_token or now
+    prompt_s, generated_s = first - stream.started, now - first
+    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
     computed, steps = usage.prompt_tokens - usage.cached_tokens, max(0, usage.completion_tokens - 1)
     return Timings(
         cache_n=usage.cached_tokens,
@@ -47,15 +52,17 @@ def make_timings(usage: Usage, prompt_s: float, generated_s: float) -> Timings:
     )
 
 
-EXAMPLE_TIMINGS = make_timings(Usage(prompt_tokens=4, completion_tokens=3), 0.0215, 0.0182)
-
-
-def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
-    """The times of a stream so far, or of one that has ended with this `usage`."""
-    now = stream.ended or time.perf_counter()
-    first = stream.first_token or now
-    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
-    return make_timings(usage, first - stream.started, now - first)
+EXAMPLE_TIMINGS = Timings(
+    cache_n=0,
+    prompt_n=4,
+    prompt_ms=21.5,
+    prompt_per_token_ms=5.375,
+    prompt_per_second=186.046511627907,
+    predicted_n=3,
+    predicted_ms=18.2,
+    predicted_per_token_ms=9.1,
+    predicted_per_second=109.89010989010988,
+)
 
 
 class PromptProgress(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cllm.chat.conversation import (
     MESSAGE_JOINT,
@@ -25,9 +24,10 @@ from cllm.chat.conversation import (
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
+from cllm.frontend.async_calls import loaded
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
-from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
+from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai.bodies import (
     CONVERSATION,
     MAX_TOOLS,
@@ -47,7 +47,7 @@ from cllm.server.dialects.openai.bodies import (
     take_tools,
 )
 from cllm.server.generation import GenerationBody
-from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.submit import make_request, use_engine
 from cllm.text.argument_values import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
@@ -126,7 +126,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
             return {"type": kind, "text": _find_text(value)}
         return {name: value[name] for name in ("type", *fields) if name in value}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         needed = _NEEDED.get(self.kind, "type")
         if getattr(self, needed) is None:
             raise ValueError(f"{needed!r} is missing")
@@ -238,7 +238,7 @@ class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
     name: Annotated[FunctionName | None, about("With `tool`: its name", "get_weather")] = None
     disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("name is required with type tool, and with no other")
 
@@ -279,8 +279,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         return take_tools(super().prepare(value), "custom", default="custom")
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self._choice.check([tool.name for tool in self.tools])
 
     @property
@@ -327,8 +326,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     stream: Annotated[bool, about("Answer as server-sent events")] = False
     metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.set_limit("max_tokens")
 
 
@@ -519,8 +518,8 @@ def _render(change: BlockEvent) -> Iterator[MessageEvent]:
         yield MessageEvent("content_block_stop", index=block.index)
 
 
-@anthropic.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)
-async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+@anthropic.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = make_request(
@@ -532,13 +531,13 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         stop=body.stop_sequences,
     )
     session = await open_chat(engine, body.conversation(), request)
-    name = model_name(engine, body.model)
+    name = body.model or loaded(engine)[0].name
     renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
     return await renderer.respond(http, session, stream=body.stream)
 
 
 @anthropic.post(f"{ROUTE}/count_tokens", TokenCount(14))
-async def count(body: CountBody, http: HttpRequest) -> Response:
+async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    return StructResponse(TokenCount(await count_tokens(engine, body.conversation(), body.constraint())))
+    return TokenCount(await count_tokens(engine, body.conversation(), body.constraint()))

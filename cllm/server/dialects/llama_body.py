@@ -111,8 +111,7 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
             del value["grammar"]
         return value
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         if (count := len(self.prompts) * self.n_cmpl) > MAX_PROMPTS:
             raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
         if any(not isinstance(piece, str | int) for pieces in self.prompts for piece in pieces):

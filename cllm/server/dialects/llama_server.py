@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast, get_args
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cllm import __version__
 from cllm.chat.session import ChatSession, count_tokens
@@ -24,7 +23,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
-from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode, get_status
+from cllm.server.dialect import COMMENT, Dialect, encode, get_status
 from cllm.server.dialects import llama_body as shapes
 from cllm.server.dialects.llama_body import LlamaCompletionBody
 from cllm.server.dialects.openai import openai
@@ -304,7 +303,7 @@ async def complete(
     http: HttpRequest,
     inputs: Sequence[RawText | Gap],
     texts: Sequence[str | None],
-) -> Response:
+) -> Any:
     """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
 
     `texts` are the prompts as the answers show them; None: as their tokens are spelled.
@@ -317,7 +316,7 @@ async def complete(
         request_id=uuid.uuid4().hex,
         max_tokens=None if body.n_predict < 0 else body.n_predict,
         stop=body.stops,
-        logprobs=probed if body.n_probs else 0,
+        logprobs=probed if body.n_probs else None,
     )
     request, prompts = await prepare(engine, request, inputs, body.biases)
     shown = [
@@ -345,17 +344,17 @@ async def complete(
         call.whole(index, stream, outputs)
         for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
     ]
-    return StructResponse(found[0] if len(found) == 1 else found)
+    return found[0] if len(found) == 1 else found
 
 
 # Routes ------------------------------------------------------------------------------------------------
 
-_EVENTS = (encode(shapes.LlamaEvent(content="2", tokens=(34,))), encode(shapes.COMPLETION_EXAMPLE))
+_EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.COMPLETION_EXAMPLE)
 
 
 @llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
 @llama_server.post("/completions", shown=False)
-async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Response:
+async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     inputs: list[RawText] = []
@@ -368,7 +367,7 @@ async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Res
 
 
 @llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
-async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
+async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     limit = loaded(engine)[1].request_tokens
@@ -378,7 +377,7 @@ async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
 
 
 @llama_server.post("/tokenize", shapes.LlamaTokens((33, 27, 33, 45)))
-async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> Response:
+async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.LlamaTokens:
     """Convert text to token ids."""
     engine = await use_engine(http, body.model)
     pieces = [body.content] if isinstance(body.content, str) else body.content
@@ -386,40 +385,38 @@ async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> Respons
     special = {"add_special": body.add_special, "parse_special": body.parse_special}
     tokens = await tokenize_pieces(engine, pieces, **special)
     if not body.with_pieces:
-        return StructResponse(shapes.LlamaTokens(tokens))
+        return shapes.LlamaTokens(tokens)
     texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
-    return StructResponse(
-        shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
-    )
+    return shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
 
 
 @llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
-async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> Response:
+async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
     engine = await use_engine(http, body.model)
     tokens = check_tokens(engine, body.tokens, "tokens")
-    return StructResponse(shapes.LlamaContent(await spell(engine, tokens)))
+    return shapes.LlamaContent(await spell(engine, tokens))
 
 
 @llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
-async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> Response:
+async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
     engine = await use_engine(http, body.model)
     conversation = body.conversation()
     task = RenderChat(conversation.for_template())
-    return StructResponse(shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
+    return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
 
 @llama_server.post("/chat/completions/input_tokens", shapes.InputTokens(12))
 @openai.post("/v1/chat/completions/input_tokens", shown=False)
-async def count_chat(body: ChatBody, http: HttpRequest) -> Response:
+async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
     engine = await use_engine(http, body.model)
-    return StructResponse(shapes.InputTokens(await count_tokens(engine, body.conversation())))
+    return shapes.InputTokens(await count_tokens(engine, body.conversation()))
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)
-async def props(http: HttpRequest) -> Response:
+async def props(http: HttpRequest) -> shapes.LlamaProps:
     """Describe the model and the defaults."""
     model = find_model(http)
     if model.engine is None:
@@ -427,7 +424,7 @@ async def props(http: HttpRequest) -> Response:
     info, limits = loaded(model.engine)
     routes = http.app.state.open_routes
     params = shapes.make_params(http.app.state.defaults)
-    described = shapes.LlamaProps(
+    return shapes.LlamaProps(
         default_generation_settings=shapes.LlamaSettings(params, limits.request_tokens),
         total_slots=limits.sequences,
         model_alias=info.name,
@@ -443,25 +440,24 @@ async def props(http: HttpRequest) -> Response:
         build_info=f"cllm {__version__}",
         is_sleeping=model.health is Health.SLEEPING,
     )
-    return StructResponse(described)
 
 
 @llama_server.post("/props", shown=False)
-async def change_props(http: HttpRequest) -> Response:
+async def change_props(http: HttpRequest) -> dict[str, bool]:
     """Change nothing, as llama-server does; for clients that try."""
     if "/props" not in http.app.state.open_routes:
         raise NotSupported("properties cannot be changed: start the server with --props")
-    return StructResponse({"success": True})
+    return {"success": True}
 
 
 @llama_server.get("/lora-adapters", shown=False)
-async def lora_adapters() -> Response:
+async def lora_adapters() -> list[Any]:
     """List no LoRA adapters: there are none."""
-    return StructResponse([])
+    return []
 
 
 @llama_server.get("/slots", [shapes.LlamaSlot(id=0, n_ctx=4096, is_processing=True)])
-async def slots(http: HttpRequest) -> Response:
+async def slots(http: HttpRequest) -> list[shapes.LlamaSlot]:
     """List the slots, and what each computes."""
     if "-/slots" in http.app.state.open_routes:
         raise NotSupported("slots are not shown: start the server without --no-slots")
@@ -485,11 +481,11 @@ async def slots(http: HttpRequest) -> Response:
                 next_token=[shapes.NextToken(left > 0, False, left, state.generated)],
             )
         shown.append(slot)
-    return StructResponse(shown)
+    return shown
 
 
 @llama_server.post("/slots/{id_slot}", shown=False)
-async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Response:
+async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> dict[str, Any]:
     """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
     action = http.query_params.get("action")
     if action not in get_args(SlotAction):
@@ -504,11 +500,11 @@ async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Re
     started = time.perf_counter()
     done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
     if action == "erase":
-        return StructResponse({"id_slot": slot, "n_erased": done.tokens})
+        return {"id_slot": slot, "n_erased": done.tokens}
     count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
     answer = {"id_slot": slot, "filename": body.filename, count: done.tokens, size: done.size}
-    return StructResponse({**answer, "timings": timings})
+    return {**answer, "timings": timings}
 
 
 # Routes of others, without their /v1; those of chats and of the Responses API are beside their own.

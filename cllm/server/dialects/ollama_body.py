@@ -24,6 +24,7 @@ from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
 from cllm.models.files import parse_file_type
 from cllm.server.body import Body, about
+from cllm.server.dialect import encode_line
 from cllm.server.dialects.cllm import MODEL_EXAMPLE
 from cllm.server.dialects.openai.bodies import (
     MAX_MESSAGES,
@@ -161,7 +162,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         given = {name: value[name] for name in _OPTION_NAMES & value.keys() if value[name] is not None}
         return {**value, "options": given | options}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         force_setattr(self.options, "format", self.format)
 
     @property
@@ -210,7 +211,7 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
     tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if not isinstance(self.thinking, str):
             self.thinking = None
 
@@ -252,8 +253,8 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         return take_tools(super().prepare(value), "function", default="function")
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         ToolChoice().check([tool.function.name for tool in self.tools or ()])
 
     def conversation(self) -> Conversation:
@@ -279,8 +280,8 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
     context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.images:
             raise ValueError(refuse_media("image", "images"))
         if self.template:
@@ -435,14 +436,12 @@ _END: dict[str, Any] = {
     "eval_duration": 18_000_000,
 }
 CHAT_EXAMPLE = ChatAnswer(**_HEAD, message=AnswerMessage(content="AI is …"), **_END)
-CHAT_LINES = (
-    ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")),
-    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END),
+CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI"))) + encode_line(
+    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
 )
 GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = (
-    GenerateAnswer(**_HEAD, response="AI", thinking=REASONING),
-    GenerateAnswer(**_HEAD, response="", **_END),
+GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=REASONING)) + encode_line(
+    GenerateAnswer(**_HEAD, response="", **_END)
 )
 
 

@@ -124,7 +124,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
         fields = {name: value[name] for name in _FIELDS.get(get_kind(kind), ()) if name in value}
         return {"type": kind, **fields}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.kind == "message":
             check_given(self, "role", "content")
         elif self.kind == "reasoning":
@@ -211,7 +211,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         return take_tools(value, "function", "custom", default="function")
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_given(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
 
 
@@ -222,7 +222,7 @@ class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
     schema: Annotated[dict[str, Any] | None, about("The schema that the answer matches", SCHEMA)] = None
     strict: Annotated[bool | None, about("Ignored: the schema always applies", True)] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.schema is not None):
             raise ValueError("schema is required with format json_schema, and with no other")
 
@@ -304,8 +304,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         value = take_tools(super().prepare(value), "function", "custom", default="function")
         return value | {name: take_items(value[name]) for name in ("input", "instructions") if name in value}
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self.set_limit("max_output_tokens")
         for name in ("conversation", "prompt", "background"):
             if getattr(self, name):

@@ -177,11 +177,6 @@ def test_whole_numbers_may_be_floats(kind: type[GenerationBody]) -> None:
         make(kind, seed=7.5)
 
 
-@GENERATING
-def test_a_priority_out_of_range_is_the_nearest(kind: type[GenerationBody]) -> None:
-    assert [make(kind, priority=given).priority for given in (500, -500, 7)] == [100, -100, 7]
-
-
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
 
 

@@ -18,6 +18,7 @@ from cllm.errors import (
     NotSupported,
     Unauthorized,
 )
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.app import add_defaults
 from cllm.server.dialects import TABLE
 from cllm.server.dialects import llama_body as answers
@@ -25,7 +26,7 @@ from cllm.server.dialects.llama_body import LlamaCompletionBody, LlamaTokenizeBo
 from cllm.server.dialects.llama_server import LineLimits, llama_server
 from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.generation import GenerationBody
-from cllm.server.timings import make_timings
+from cllm.server.timings import get_timings
 from cllm.types import SEED_SPACE, Prompt, Request, SamplingParams, TokenLogprob, Usage
 
 
@@ -174,7 +175,9 @@ def test_time_ends_it_at_a_line_break() -> None:
 @pytest.mark.parametrize(("generated", "speed"), [(0, 0.0), (1, 0.0), (5, 8.0)])
 def test_the_first_token_comes_with_the_prompt(generated: int, speed: float) -> None:
     seconds = 0.5 if generated > 1 else 1e-6
-    found = make_timings(Usage(prompt_tokens=8, completion_tokens=generated, cached_tokens=4), 2, seconds)
+    stream = AsyncOutputStream("r")
+    stream.started, stream.first_token, stream.ended = 1, 3, 3 + seconds
+    found = get_timings(stream, 8, Usage(prompt_tokens=8, completion_tokens=generated, cached_tokens=4))
     assert (found.predicted_per_second, found.prompt_per_second) == (speed, 2.0)
     assert found.prompt_per_token_ms == 500 and found.cache_n == 4
 

@@ -9,7 +9,6 @@ import pytest
 from cllm.errors import InvalidRequest
 from cllm.server.dialects.ollama import ollama
 from cllm.server.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, add_tag, strip_tag
-from cllm.server.dialects.openai.bodies import list_stops
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -37,7 +36,7 @@ def test_options_have_ollamas_names() -> None:
         options={"num_predict": 5, "repeat_penalty": 1.2, "repeat_last_n": 9, "num_ctx": 8192, "stop": "x"}
     ).options
     sampling = options.sampling(100)
-    assert (options.max_tokens, list_stops(options.stop)) == (5, ("x",))
+    assert (options.max_tokens, options.stop) == (5, "x")
     assert (sampling.repetition_penalty, sampling.penalty_last_n) == (1.2, 9)
     assert chat(options={"num_predict": -1}).options.max_tokens is None
 

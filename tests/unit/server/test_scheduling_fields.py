@@ -96,6 +96,8 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
         await client.post(path, json=body)
         assert (requests[0].timeout_s, requests[0].priority, requests[0].reuse) == (None, 0, True)
         assert requests[0].speculate
+        await client.post(path, json={**body, "priority": 500})
+        assert requests[-1].priority == 100, "a priority out of range is the nearest"
 
     with_server(asked)
 

@@ -110,10 +110,6 @@ def check_given(body: Body, *names: str) -> None:
         raise ValueError(f"{missing[0]!r} is missing")
 
 
-def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else stop or ()
-
-
 class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     """Fields that all of OpenAI's routes that generate share."""
 
@@ -122,10 +118,6 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     user: Annotated[Name | None, about("Ignored", "ann")] = None
     stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return list_stops(self.stop)
 
 
 class SchemaFormat(msgspec.Struct, Body, kw_only=True):
@@ -149,7 +141,7 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
     ] = None
     schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is required by the type json_schema, and allowed there only")
 
@@ -189,11 +181,6 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
         return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
 
     @property
-    def scored(self) -> int:
-        """Number of alternatives to each token of the prompt; 0 scores none."""
-        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -206,7 +193,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
     thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
             raise ValueError("'text' is missing")
 
@@ -215,7 +202,7 @@ class CalledFunction(msgspec.Struct, Body, kw_only=True):
     name: CalledName
     arguments: Arguments = "{}"
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         self.arguments = write_arguments(self.arguments)
 
 
@@ -254,7 +241,7 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
     reasoning: ReasoningText = None
     thinking: ReasoningText = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         for name in ("reasoning_content", "reasoning", "thinking"):
             if not isinstance(getattr(self, name), str):
                 setattr(self, name, None)
@@ -306,7 +293,7 @@ class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
         AllowedFunctions | None, about("Tools that may be called", {"mode": "auto", "tools": [TOOL]})
     ] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_given(self, self.type)
 
 
@@ -392,8 +379,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         check_kind(value.get("tool_choice"), "function", "allowed_tools")
         return take_tools(super().prepare(value), "function", default="function")
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self.set_limit("max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it needs logprobs to be true")

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
-from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
+from cllm.frontend.async_calls import loaded
+from cllm.server.dialect import DONE, Dialect, encode, get_dialect
 from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
@@ -27,7 +28,7 @@ from cllm.server.dialects.openai.completions import (
     make_usage,
 )
 from cllm.server.sse import EventStream, collect
-from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
 from cllm.types import FinishReason, TokenLogprob
 
@@ -168,10 +169,11 @@ EXAMPLE = ChatCompletion(
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
     timings=EXAMPLE_TIMINGS,
 )
-EXAMPLE_CHUNKS = (
-    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),
-    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(), finish_reason="stop")]),
+_CHUNKS = (
+    ChunkChoice(0, ChunkDelta(role="assistant", content="AI")),
+    ChunkChoice(0, ChunkDelta(), None, "stop"),
 )
+EXAMPLE_EVENTS = b"".join(encode(ChatCompletionChunk(**_HEAD, choices=[each])) for each in _CHUNKS) + DONE
 
 
 class ChatCompletionRenderer:
@@ -297,9 +299,9 @@ class ChatCompletionRenderer:
         return ChunkDelta(tool_calls=[call])
 
 
-@openai.post("/v1/chat/completions", EXAMPLE, events=(*map(encode, EXAMPLE_CHUNKS), DONE), computes=True)
+@openai.post("/v1/chat/completions", EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
 @llama_server.post("/chat/completions", shown=False)
-async def chat(body: ChatBody, http: HttpRequest) -> Response:
+async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = make_request(
@@ -308,12 +310,13 @@ async def chat(body: ChatBody, http: HttpRequest) -> Response:
         body,
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
-        stop=body.stops,
-        logprobs=0 if body.top is None else max(1, body.top),
-        prompt_logprobs=body.scored,
+        stop=body.stop,
+        logprobs=body.top,
+        prompt_logprobs=body.prompt_logprobs,
     )
     session = await open_chat(engine, body.conversation(), request, body.n)
-    head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
+    name = body.model or loaded(engine)[0].name
+    head = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)
     if body.stream:
         chunks = renderer.chunks(session, get_dialect(http.scope))
@@ -323,4 +326,4 @@ async def chat(body: ChatBody, http: HttpRequest) -> Response:
     outputs = await collect(engine, session.streams, http)
     replies = [reply.reply() for reply in session.finish(outputs)]
     more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
-    return StructResponse(renderer.whole(replies, session, **more))
+    return renderer.whole(replies, session, **more)
