@@ -30,13 +30,11 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def limit_connections(config: ServerConfig) -> ServerConfig:
-    """The settings, with no more connections than there are file descriptors for."""
-    left = _descriptors_left(config.max_connections)
-    return msgspec.structs.replace(config, max_connections=min(config.max_connections, left))
+    """The settings, with no more connections than there are file descriptors for.
 
-
-def _descriptors_left(wanted: int) -> int:
-    """Number of connections that can be open at a time. Raises the soft limit of descriptors if need be."""
+    Raises the soft limit of descriptors if need be.
+    """
+    wanted = config.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = sum(1 for _ in Path("/dev/fd").iterdir())
@@ -53,7 +51,7 @@ def _descriptors_left(wanted: int) -> int:
     left = wanted if soft == resource.RLIM_INFINITY else max(1, soft - used - SPARE_DESCRIPTORS)
     if left < wanted:
         log.warning("file descriptors allow %d connections at a time, not %d (ulimit -n)", left, wanted)
-    return left
+    return msgspec.structs.replace(config, max_connections=min(wanted, left))
 
 
 class ReadTurns:

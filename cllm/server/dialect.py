@@ -14,9 +14,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from cllm import errors
-from cllm.errors import CapacityError, CllmError, InvalidRequest, Unauthorized
+from cllm.errors import CapacityError, CllmError, Unauthorized
 from cllm.server.body import Body, read_body
-from cllm.types import Failure
 
 log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
@@ -119,10 +118,6 @@ class Dialect:
         """An error as the last frame of a stream."""
         return encode(self.make_error(error))
 
-    def frame_failure(self, failure: Failure) -> bytes:
-        """The error that a request ended with as the last frame of its stream."""
-        return self.frame_error(failure.error())
-
     def route(
         self, method: str, path: str, answer: Any = None, **about: Any
     ) -> Callable[[HandlerKind], HandlerKind]:
@@ -163,13 +158,6 @@ class DialectTable:
         return next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
 
 
-def get_dialect(scope: Scope) -> Dialect:
-    """The dialect of a request; the outermost middleware has found it."""
-    dialect = scope["state"]["dialect"]
-    assert isinstance(dialect, Dialect)
-    return dialect
-
-
 def respond(scope: Scope, error: Exception) -> Response:
     """Any error as a response; an unexpected one is logged and answered without details.
 
@@ -178,18 +166,13 @@ def respond(scope: Scope, error: Exception) -> Response:
     if not isinstance(error, CllmError):
         log.exception("unexpected error in %r", scope["path"], exc_info=error)
         error = HttpError(500, "internal_error", INTERNAL)
-    dialect = get_dialect(scope)
+    dialect: Dialect = scope["state"]["dialect"]
     if scope["state"].get("streaming"):
         return Response(dialect.frame_error(error), media_type=EVENTS)
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return Response(to_json(dialect.make_error(error)), get_status(error), headers, JSON)
-
-
-def get_field(error: CllmError) -> str | None:
-    """The field that an error names."""
-    return error.field if isinstance(error, InvalidRequest) else None
 
 
 # Frames of streams: server-sent events, and lines of JSON ---------------------------------------------

@@ -201,7 +201,8 @@ class RequestMiddleware:
             message = "the body must not be compressed: send it without 'Content-Encoding'"
             raise HttpError(415, "unsupported_media_type", message)
         if length.isdigit() and b"transfer-encoding" not in values:
-            self._check_size(int(length))
+            if int(length) > self._max_bytes:
+                raise self._too_large()
             return receive
         seen = 0
 
@@ -209,15 +210,15 @@ class RequestMiddleware:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            self._check_size(seen)
+            if seen > self._max_bytes:
+                raise self._too_large()
             return message
 
         return counted
 
-    def _check_size(self, size: int) -> None:
-        if size > self._max_bytes:
-            message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
-            raise HttpError(413, "payload_too_large", message)
+    def _too_large(self) -> HttpError:
+        message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
+        return HttpError(413, "payload_too_large", message)
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

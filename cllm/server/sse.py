@@ -74,16 +74,16 @@ class EventStream(Response):
     client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
-    media_type = EVENTS
-
     def __init__(
         self,
         engine: EngineClient,
         streams: Sequence[AsyncOutputStream],
         events: AsyncIterator[bytes],
         beat: bytes = COMMENT,
+        media_type: str = EVENTS,
     ) -> None:
-        super().__init__(headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
+        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._engine = engine
         self._streams = streams

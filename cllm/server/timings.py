@@ -12,7 +12,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import Usage
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
+class Timings(msgspec.Struct, frozen=True):
     """The times of a request under llama-server's names. The first token comes with the prompt."""
 
     cache_n: int
@@ -52,17 +52,7 @@ def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | No
     )
 
 
-EXAMPLE_TIMINGS = Timings(
-    cache_n=0,
-    prompt_n=4,
-    prompt_ms=21.5,
-    prompt_per_token_ms=5.375,
-    prompt_per_second=186.046511627907,
-    predicted_n=3,
-    predicted_ms=18.2,
-    predicted_per_token_ms=9.1,
-    predicted_per_second=109.89010989010988,
-)
+EXAMPLE_TIMINGS = Timings(0, 4, 21.5, 5.375, 186.046511627907, 3, 18.2, 9.1, 109.89010989010988)
 
 
 class PromptProgress(msgspec.Struct, frozen=True):

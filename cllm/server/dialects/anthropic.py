@@ -28,24 +28,7 @@ from cllm.frontend.async_calls import loaded
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialect import Dialect, encode_named, get_status
-from cllm.server.dialects.openai.bodies import (
-    CONVERSATION,
-    MAX_TOOLS,
-    MESSAGES,
-    PARAMETERS,
-    QUESTION,
-    REASONING,
-    SCHEMA,
-    TOOL_CHOICE,
-    Arguments,
-    CallId,
-    Effort,
-    FunctionName,
-    ReasoningBudget,
-    TemplateOptions,
-    ToolDescription,
-    take_tools,
-)
+from cllm.server.dialects.openai import bodies
 from cllm.server.generation import GenerationBody
 from cllm.server.submit import make_request, use_engine
 from cllm.text.argument_values import parse_object
@@ -64,9 +47,9 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "redacted_thinking": (),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
-_TEXT = {"type": "text", "text": QUESTION}
+_TEXT = {"type": "text", "text": bodies.QUESTION}
 _TOOL = {"name": "now", "input_schema": {}}
-_FORM = {"type": "json_schema", "schema": SCHEMA}
+_FORM = {"type": "json_schema", "schema": bodies.SCHEMA}
 
 
 class AnthropicDialect(Dialect):
@@ -106,17 +89,19 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     """
 
     type: Annotated[str, about("`text`, `tool_use`, `tool_result`, `thinking`, `document` …", "text")]
-    text: Annotated[str | None, about("The text; control tokens in it stay plain text", QUESTION)] = None
-    id: CallId = None
+    text: Annotated[str | None, about("The text; control tokens in it stay plain text", bodies.QUESTION)] = (
+        None
+    )
+    id: bodies.CallId = None
     name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
-    input: Arguments = "{}"
+    input: bodies.Arguments = "{}"
     tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
     content: Annotated[
         str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
         about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
     ] = None
     is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
-    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", REASONING)] = None
+    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", bodies.REASONING)] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +191,7 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
     ]
     content: Annotated[
         Blocks,
-        about("Text, or blocks: text, tool calls and their results, reasoning", QUESTION, [_TEXT]),
+        about("Text, or blocks: text, tool calls and their results, reasoning", bodies.QUESTION, [_TEXT]),
     ]
 
     def add_to(self, builder: MessageBuilder) -> None:
@@ -225,9 +210,9 @@ class AnthropicTool(msgspec.Struct, Body, kw_only=True):
     """A tool of the client. `cache_control` is ignored."""
 
     type: Annotated[Literal["custom"] | None, about("May be left out", "custom")] = "custom"
-    name: FunctionName
-    description: ToolDescription = None
-    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", PARAMETERS)]
+    name: bodies.FunctionName
+    description: bodies.ToolDescription = None
+    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", bodies.PARAMETERS)]
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
@@ -235,7 +220,7 @@ class AnthropicTool(msgspec.Struct, Body, kw_only=True):
 
 class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["auto", "any", "tool", "none"], about("`any`, `tool`: one must be called")]
-    name: Annotated[FunctionName | None, about("With `tool`: its name", "get_weather")] = None
+    name: Annotated[bodies.FunctionName | None, about("With `tool`: its name", "get_weather")] = None
     disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
 
     def __post_init__(self) -> None:
@@ -245,16 +230,16 @@ class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
 
 class ThinkingBody(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["enabled", "disabled", "adaptive"], about("The template's `enable_thinking`")]
-    budget_tokens: ReasoningBudget = None
+    budget_tokens: bodies.ReasoningBudget = None
 
 
 class JsonFormat(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["json_schema"], about("Always `json_schema`")]
-    schema: Annotated[dict[str, Any], about("Of the answer", SCHEMA)]
+    schema: Annotated[dict[str, Any], about("Of the answer", bodies.SCHEMA)]
 
 
 class OutputConfig(msgspec.Struct, Body, kw_only=True):
-    effort: Annotated[Effort, about("A variable for the chat template: `reasoning_effort`")] = None
+    effort: Annotated[bodies.Effort, about("A variable for the chat template: `reasoning_effort`")] = None
     format: Annotated[JsonFormat | None, about("A schema for the answer", _FORM)] = None
 
 
@@ -262,22 +247,22 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
-    EXAMPLE = {"messages": MESSAGES}
+    EXAMPLE = {"messages": bodies.MESSAGES}
 
     model: ModelName = None
-    messages: Annotated[list[AnthropicMessage], CONVERSATION]
+    messages: Annotated[list[AnthropicMessage], bodies.CONVERSATION]
     system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
-    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
-    tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
+    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=bodies.MAX_TOOLS)] = []
+    tool_choice: Annotated[ToolChoiceBody | None, about(bodies.TOOL_CHOICE, {"type": "auto"})] = None
     thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
     output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
     output_format: Annotated[JsonFormat | None, about("`output_config.format` before", _FORM)] = None
     temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
-    chat_template_kwargs: TemplateOptions = None
+    chat_template_kwargs: bodies.TemplateOptions = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return take_tools(super().prepare(value), "custom", default="custom")
+        return bodies.take_tools(super().prepare(value), "custom", default="custom")
 
     def __post_init__(self) -> None:
         self._choice.check([tool.name for tool in self.tools])
@@ -298,16 +283,18 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
         builder = MessageBuilder("messages", combine=True)
         builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
-        options = dict(self.chat_template_kwargs or {})
+        thinking, config = (
+            self.thinking or ThinkingBody(type="adaptive"),
+            self.output_config or OutputConfig(),
+        )
+        options: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
         if self.thinking is not None:
-            options.setdefault("enable_thinking", self.thinking.type != "disabled")
-        if self.output_config is not None and self.output_config.effort is not None:
-            options.setdefault("reasoning_effort", self.output_config.effort)
+            options["enable_thinking"] = thinking.type != "disabled"
         return Conversation(
             messages=builder.build(),
-            options=options,
-            think=self.thinking is None or self.thinking.type != "disabled",
-            reasoning_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            options={**options, **(self.chat_template_kwargs or {})},
+            think=thinking.type != "disabled",
+            reasoning_budget=thinking.budget_tokens,
             **self._choice.apply([tool.tool() for tool in self.tools]),
         )
 
@@ -315,7 +302,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
-    EXAMPLE = {"max_tokens": 64, "messages": MESSAGES}
+    EXAMPLE = {"max_tokens": 64, "messages": bodies.MESSAGES}
 
     max_tokens: Annotated[
         TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)

@@ -225,7 +225,7 @@ class Completions(NamedTuple):
         lines = [False] * len(streams)
         async for index, output in outputs:
             if output.error is not None:
-                yield llama_server.frame_failure(output.error)
+                yield llama_server.frame_error(output.error.error())
                 return
             lines[index] = lines[index] or "\n" in output.text
             for piece in self._split(output):

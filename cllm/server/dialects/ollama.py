@@ -26,12 +26,12 @@ from cllm.models.files import HubReference, parse_hub
 from cllm.server.dialect import NDJSON, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
-from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
+from cllm.server.dialects.openai.embeddings import check_embeds, embed, encode_entries
 from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
-from cllm.types import RAW, Pooling, TokenLogprob, Usage, to_vector
+from cllm.types import RAW, TokenLogprob, Usage, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
@@ -57,12 +57,6 @@ class OllamaDialect(Dialect):
 ollama = OllamaDialect()
 
 
-class LineStream(EventStream):
-    """A stream of lines, which has no comments: its beat is a piece without text."""
-
-    media_type = NDJSON
-
-
 class OllamaRenderer:
     """Renders one answer, whole or as lines."""
 
@@ -77,7 +71,7 @@ class OllamaRenderer:
         more |= {"model": self._name, "created_at": shapes.format_time()}
         if not self._chat:
             return shapes.GenerateAnswer(response=text, thinking=thinking or UNSET, **more)
-        made = [shapes.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
+        made = [shapes.make_call(call.as_tool_call()) for call in calls]
         message = shapes.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
         return shapes.ChatAnswer(message=message, **more)
 
@@ -87,7 +81,7 @@ class OllamaRenderer:
         """Pieces as they come, then what it took; or an error, and the end. A tool call comes whole."""
         async for output in stream:
             if output.error is not None:
-                yield ollama.frame_failure(output.error)
+                yield ollama.frame_error(output.error.error())
                 return
             parts = [part for change in reply.add(output) if (part := self._render(change))]
             if output.finish_reason is not None:
@@ -163,9 +157,9 @@ async def _answer(
         return renderer.make(done=True, done_reason="load")
     stream, reply, count = await _submit(engine, http, body)
     if body.stream:
-        return LineStream(
-            engine, [stream], renderer.lines(reply, stream, count), encode_line(renderer.make())
-        )
+        # Lines have no comments: the beat is a piece without text.
+        lines, beat = renderer.lines(reply, stream, count), encode_line(renderer.make())
+        return EventStream(engine, [stream], lines, beat, NDJSON)
     outputs = await collect(engine, [stream], http)
     for output in outputs[0]:
         reply.add(output)
@@ -243,11 +237,8 @@ async def _embed(
     engine: EngineClient, texts: Sequence[str], field: str, http: HttpRequest, *, truncate: bool
 ) -> tuple[Sequence[bytes], int]:
     """The embeddings of texts, and how many tokens these have."""
-    info, limits = loaded(engine)
-    embedding_length(engine)  # no reranker
-    if info.pooling is Pooling.NONE:
-        raise InvalidRequest("this server pools nothing (--pooling none): use /embedding", "model")
-    limit = limits.embed.tokens
+    check_embeds(engine)
+    limit = loaded(engine)[1].embed.tokens
     task = TokenizeTexts(tuple(texts), 0 if truncate else limit, field)
     lists = (await run_tokenizer(engine, task, TokenLists)).lists
     if truncate and limit:  # the last token may be a closing one, which the model was trained to see
@@ -262,10 +253,7 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes
     began = time.perf_counter()
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
-    if body.dimensions is not None and body.dimensions > length:
-        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
-        raise InvalidRequest(message, "dimensions")
+    check_embeds(engine, body.dimensions, pooled=False)
     vectors: Sequence[Any] = []
     count = 0
     if texts := body.texts:

@@ -22,28 +22,13 @@ from cllm.chat.conversation import (
 from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
-from cllm.models.files import parse_file_type
 from cllm.server.body import Body, about
 from cllm.server.dialect import encode_line
 from cllm.server.dialects.cllm import MODEL_EXAMPLE
-from cllm.server.dialects.openai.bodies import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MESSAGES,
-    QUESTION,
-    REASONING,
-    SCHEMA,
-    CalledFunction,
-    ReasoningText,
-    Stops,
-    ToolBody,
-    TopLogprobs,
-    drop_nulls,
-    take_tools,
-)
+from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
-from cllm.server.dialects.openai.models import ModelDetails, make_model
+from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
 from cllm.server.generation import GenerationBody
 from cllm.text.argument_values import parse_object
 from cllm.text.prompt import Gap, RawText
@@ -76,7 +61,7 @@ KeepAlive = Annotated[
 """Seconds or None, as `OllamaBody.prepare` reads it."""
 Format = Annotated[
     Literal["", "json"] | dict[str, Any] | None,
-    about("`json`: any JSON object; or a JSON schema", "json", SCHEMA),
+    about("`json`: any JSON object; or a JSON schema", "json", bodies.SCHEMA),
 ]
 Think = Annotated[
     bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
@@ -125,7 +110,7 @@ class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
     num_predict: Annotated[
         int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
     ] = -1
-    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    stop: Annotated[bodies.Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
     format: Annotated[Format, about("Ignored: the body's counts")] = None
 
     def form_schema(self) -> dict[str, Any] | None:
@@ -151,7 +136,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
     think: Think = None
     keep_alive: KeepAlive = None
     logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[TopLogprobs, about("And of this many most likely tokens")] = 0
+    top_logprobs: Annotated[bodies.TopLogprobs, about("And of this many most likely tokens")] = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -192,20 +177,20 @@ class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier answer."""
 
     id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
-    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
+    function: Annotated[bodies.CalledFunction, about("The tool and its arguments", {"name": "now"})]
 
 
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
-    content: Annotated[str | None, about("The text", QUESTION)] = None
+    content: Annotated[str | None, about("The text", bodies.QUESTION)] = None
     images: Annotated[
         list[str] | None, about("Refused in the last question: the model accepts text only", None)
     ] = None
-    thinking: ReasoningText = None
+    thinking: bodies.ReasoningText = None
     tool_calls: Annotated[
-        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[OllamaToolCall], Meta(max_length=bodies.MAX_TOOLS)] | None,
         about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
     ] = None
     tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
@@ -217,7 +202,7 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The message in OpenAI's shape."""
-        message: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
+        message: dict[str, Any] = bodies.drop_nulls(msgspec.to_builtins(self))
         if images := message.pop("images", ()):
             message["content"] = [
                 {"type": "text", "text": self.content or ""},
@@ -231,18 +216,18 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
 class OllamaChatBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/chat`."""
 
-    EXAMPLE = {"model": MODEL, "messages": MESSAGES, "stream": False, "options": {"num_predict": 32}}
+    EXAMPLE = {"model": MODEL, "messages": bodies.MESSAGES, "stream": False, "options": {"num_predict": 32}}
 
     messages: Annotated[
         list[OllamaMessage],
         about(
             "The conversation; without any the model is only loaded, or unloaded",
-            MESSAGES,
-            max_length=MAX_MESSAGES,
+            bodies.MESSAGES,
+            max_length=bodies.MAX_MESSAGES,
         ),
     ] = []
     tools: Annotated[
-        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[bodies.ToolBody], Meta(max_length=bodies.MAX_TOOLS)] | None,
         about(
             "Functions the model may call",
             [{"type": "function", "function": {"name": "now", "description": "The time"}}],
@@ -251,7 +236,7 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return take_tools(super().prepare(value), "function", default="function")
+        return bodies.take_tools(super().prepare(value), "function", default="function")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,10 +253,10 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/generate`."""
 
-    EXAMPLE = {"model": MODEL, "prompt": QUESTION, "stream": False, "options": {"num_predict": 32}}
+    EXAMPLE = {"model": MODEL, "prompt": bodies.QUESTION, "stream": False, "options": {"num_predict": 32}}
 
     prompt: Annotated[
-        str, about("The question; without one the model is only loaded, or unloaded", QUESTION)
+        str, about("The question; without one the model is only loaded, or unloaded", bodies.QUESTION)
     ] = ""
     suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
     system: Annotated[str, about("Instructions", "Be brief.")] = ""
@@ -380,10 +365,10 @@ class OllamaCallResult(msgspec.Struct):
     function: OllamaFunctionResult
     id: str = ""
 
-    @classmethod
-    def from_call(cls, call: ToolCall) -> OllamaCallResult:
-        """None of the arguments, where the length limit cut them."""
-        return cls(OllamaFunctionResult(call.name, parse_object(call.arguments) or {}), call.id)
+
+def make_call(call: ToolCall) -> OllamaCallResult:
+    """A call, with none of its arguments where the length limit cut them."""
+    return OllamaCallResult(OllamaFunctionResult(call.name, parse_object(call.arguments) or {}), call.id)
 
 
 class AnswerMessage(msgspec.Struct):
@@ -440,7 +425,7 @@ CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")
     ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
 )
 GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=REASONING)) + encode_line(
+GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=bodies.REASONING)) + encode_line(
     GenerateAnswer(**_HEAD, response="", **_END)
 )
 
@@ -521,15 +506,6 @@ def add_tag(name: str) -> str:
     return name if ":" in name else name + LATEST
 
 
-def _make_details(info: ModelInfo) -> ModelDetails:
-    return ModelDetails(
-        family=info.architecture,
-        families=(info.architecture,),
-        parameter_size=_format_count(info.parameters),
-        quantization_level=parse_file_type(info.description).quant,
-    )
-
-
 def _format_count(parameters: int) -> str:
     unit, sign = next(((10**n, s) for n, s in ((9, "B"), (6, "M")) if parameters >= 10**n), (1000, "K"))
     return f"{parameters / unit:.1f}{sign}" if unit == 10**9 else f"{parameters / unit:.2f}{sign}"
@@ -544,7 +520,7 @@ def make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
         "modified_at": format_time(created),
         "size": info.size_bytes,
         "digest": digest,
-        "details": _make_details(info),
+        "details": make_details(info, _format_count(info.parameters)),
     }
 
 
@@ -568,7 +544,7 @@ def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnsw
         modelfile=f"FROM {info.name}\n",
         template=info.chat_template or "",
         modified_at=format_time(created),
-        details=_make_details(info),
+        details=make_details(info, _format_count(info.parameters)),
         model_info={
             "general.architecture": family,
             "general.basename": info.name,

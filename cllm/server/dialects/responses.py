@@ -18,7 +18,7 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
-from cllm.server.dialect import JSON, encode_named, get_field
+from cllm.server.dialect import JSON, encode_named
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
@@ -52,7 +52,7 @@ class ResponsesDialect(OpenAIDialect):
     prefix = "/v1/responses/"
 
     def frame_error(self, error: CllmError) -> bytes:
-        shown = {"code": error.code, "message": error.message, "param": get_field(error)}
+        shown = {"code": error.code, "message": error.message, "param": getattr(error, "field", None)}
         return encode_named("error", {"type": "error", "sequence_number": 0, **shown})
 
 
@@ -320,9 +320,7 @@ EXAMPLE_EVENTS = encode_events(
 
 def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:
     """The store of the app, and the tenant that asks."""
-    store = http.app.state.responses
-    assert isinstance(store, ResponseStore)
-    return store, http.scope["state"]["tenant"].name
+    return http.app.state.responses, http.scope["state"]["tenant"].name
 
 
 def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:

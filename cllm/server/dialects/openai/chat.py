@@ -16,7 +16,7 @@ from starlette.responses import Response
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.frontend.async_calls import loaded
-from cllm.server.dialect import DONE, Dialect, encode, get_dialect
+from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
@@ -213,7 +213,7 @@ class ChatCompletionRenderer:
         async for step in session.steps():
             index, changes, output = step
             if output.error is not None:
-                yield dialect.frame_failure(output.error)
+                yield dialect.frame_error(output.error.error())
                 return
             plain = output.finish_reason is None and not output.logprobs and not timed
             if plain and len(changes) == 1:
@@ -319,7 +319,7 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     head = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)
     if body.stream:
-        chunks = renderer.chunks(session, get_dialect(http.scope))
+        chunks = renderer.chunks(session, http.scope["state"]["dialect"])
         if body.return_progress:
             chunks = renderer.with_progress(session, chunks)
         return EventStream(engine, session.streams, chunks)

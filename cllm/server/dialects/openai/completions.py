@@ -20,7 +20,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit, about
-from cllm.server.dialect import COMMENT, DONE, Dialect, encode, get_dialect
+from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
 from cllm.server.sse import EventStream, collect
@@ -176,15 +176,9 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
 
 
 def make_choice(
-    body: CompletionBody,
-    index: int,
-    outputs: Sequence[RequestOutput],
-    *,
-    echo: str = "",
-    offset: int | None = None,
+    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], echo: str, offset: int
 ) -> CompletionChoice:
-    """A choice from its outputs. `offset` is where its tokens begin in the text; None: after the echo."""
-    offset = len(echo) if offset is None else offset
+    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
     logprobs = None
@@ -260,16 +254,16 @@ async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResp
     name = body.model or loaded(engine)[0].name
     head = CompletionResponse(id=request.id, created=int(time.time()), model=name, choices=[])
     if body.stream:
-        events = _events(get_dialect(http.scope), body, head, prompts, echoes, streams)
+        events = _events(http.scope["state"]["dialect"], body, head, prompts, echoes, streams)
         return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
     usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
     if best_of > body.n:
         collected = _best(collected, best_of, body.n)
-    choices = [
-        make_choice(body, index, outputs, echo=echoes[index // body.n])
-        for index, outputs in enumerate(collected)
-    ]
+    choices = []
+    for index, outputs in enumerate(collected):
+        echo = echoes[index // body.n]
+        choices.append(make_choice(body, index, outputs, echo, len(echo)))
     timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
     return _replace(head, choices=choices, usage=usage, timings=timings)
 
@@ -293,7 +287,7 @@ async def _events(
     usages: list[Usage | None] = []
     async for index, output in merged(streams):
         if output.error is not None:
-            yield dialect.frame_failure(output.error)
+            yield dialect.frame_error(output.error.error())
             return
         scored = bool(output.prompt_logprobs)
         if output.finish_reason is None and not output.logprobs and not scored:
@@ -301,7 +295,7 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         echo = echoes[index] if scored and body.scores_echo else ""
-        choice = make_choice(body, index, [output], echo=echo, offset=offsets[index])
+        choice = make_choice(body, index, [output], echo, offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         if output.finish_reason is not None:

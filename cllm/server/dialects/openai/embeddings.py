@@ -20,6 +20,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
 from cllm.server.body import Body, ModelName, Name, TokenId, about
 from cllm.server.dialects.cllm import cllm
+from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import JsonValue, TextPart
@@ -68,20 +69,6 @@ Input = Annotated[
     | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
     about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
 ]
-
-
-def has_tokens(value: Any) -> bool:
-    """Test whether a list has token ids, which makes it one input."""
-    return isinstance(value, list) and any(isinstance(part, int) for part in value)
-
-
-def split_inputs(value: Any) -> list[list[str | int]]:
-    """Each input as texts and token ids: a list with a number in it is one input."""
-    if has_tokens(value):
-        return [value]
-    if isinstance(value, list):
-        return [pieces for part in value for pieces in split_inputs(part)]
-    return [[value.text if isinstance(value, InputObject) else value]]
 
 
 def check_inputs(field: str, value: Any) -> None:
@@ -317,8 +304,8 @@ async def embed(
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
-def embedding_length(engine: EngineClient) -> int:
-    """Length of this model's embeddings; raises InvalidRequest for a reranker."""
+def check_embeds(engine: EngineClient, dimensions: int | None = None, *, pooled: bool = True) -> int:
+    """Length of this model's embeddings. Raises InvalidRequest where it makes none, or none like these."""
     info, _ = loaded(engine)
     if info.pooling is Pooling.RANK:
         raise InvalidRequest(
@@ -326,6 +313,12 @@ def embedding_length(engine: EngineClient) -> int:
             "--pooling mean, cls or last",
             field="model",
         )
+    if pooled and info.pooling is Pooling.NONE:
+        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
+        raise InvalidRequest(message, "model")
+    if dimensions is not None and dimensions > info.vector_length:
+        message = f"dimensions is {dimensions}, but this model's embeddings have {info.vector_length}"
+        raise InvalidRequest(message, "dimensions")
     return info.vector_length
 
 
@@ -363,13 +356,7 @@ async def score_pairs(
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
-    if loaded(engine)[0].pooling is Pooling.NONE:
-        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
-        raise InvalidRequest(message, "model")
-    if body.dimensions is not None and body.dimensions > length:
-        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
-        raise InvalidRequest(message, "dimensions")
+    check_embeds(engine, body.dimensions)
     vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
     arrays = (to_vector(data, body.dimensions) for data in vectors)
     as_text = body.encoding_format == "base64"
@@ -383,7 +370,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
 async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
+    length = check_embeds(engine, pooled=False)
     vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
     arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)

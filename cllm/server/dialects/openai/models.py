@@ -92,10 +92,13 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelEntry] = []
 
 
-def make_entry(info: ModelInfo) -> ModelEntry:
-    family, quant = info.architecture, parse_file_type(info.description).quant
-    details = ModelDetails(family=family, families=(family,), quantization_level=quant)
-    return ModelEntry(name=info.name, model=info.name, details=details)
+def make_details(info: ModelInfo, parameter_size: str = "") -> ModelDetails:
+    return ModelDetails(
+        family=info.architecture,
+        families=(info.architecture,),
+        parameter_size=parameter_size,
+        quantization_level=parse_file_type(info.description).quant,
+    )
 
 
 def make_model(
@@ -147,7 +150,8 @@ def _list_capabilities(info: ModelInfo) -> Iterator[str]:
 async def models(http: HttpRequest) -> ModelList:
     """List the models."""
     served = get_registry(http).served
-    entries = [make_entry(model.info) for model in served if model.info is not None]
+    infos = [model.info for model in served if model.info is not None]
+    entries = [ModelEntry(name=info.name, model=info.name, details=make_details(info)) for info in infos]
     return ModelList(data=[describe_model(model) for model in served], models=entries)
 
 
