@@ -205,7 +205,8 @@ def describe(error: Exception) -> InvalidRequest:
     text = re.sub("at `key` in `", "at `", str(error))
     reason, _, place = text.partition(" - at `$")
     place = place.removesuffix("`").removeprefix(".")
-    reason = re.sub(r"^Expected `str` matching regex '(.*)'$", _describe_pattern, reason)
+    if (found := re.fullmatch(r"Expected `str` matching regex '(.*)'", reason)) is not None:
+        reason = _PATTERNS.get(found[1].encode().decode("unicode_escape"), reason)
     if (missing := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
         if not place:
             return InvalidRequest(f"{missing[1]}: this field is required", missing[1])
@@ -217,11 +218,6 @@ def describe(error: Exception) -> InvalidRequest:
         return InvalidRequest(NOT_AN_OBJECT)
     named = reason.partition(":")[0]
     return InvalidRequest(reason, named if named.isidentifier() else None)
-
-
-def _describe_pattern(found: re.Match[str]) -> str:
-    pattern = found[1].encode().decode("unicode_escape")
-    return _PATTERNS.get(pattern, found[0])
 
 
 async def read_body(http: Request, kind: type[Kind]) -> Kind:

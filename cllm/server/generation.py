@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -145,7 +145,9 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         fields["logit_bias"] = tuple(tokens)
         fields["seed"] = secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE
         if self.samplers is not None:
-            fields |= get_disabled(self.samplers)
+            given = {name.replace("-", "_") for name in self.samplers}  # a text gives letters
+            for letter, names, switch in _SAMPLERS:
+                fields |= {} if given & {letter, *names} else switch
         return SamplingParams(**fields)
 
     def form_schema(self) -> dict[str, Any] | None:
@@ -217,10 +219,3 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
     ("a", ("adaptive_p",), {"adaptive_target": -1.0}),
 )
 SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
-
-
-def get_disabled(samplers: str | Sequence[str]) -> dict[str, Any]:
-    """The parameters that switch off every sampler but these."""
-    given = {name.replace("-", "_") for name in samplers}  # a text gives letters
-    off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
-    return {name: value for switch in off for name, value in switch.items()}

@@ -172,14 +172,12 @@ def join_system(content: Blocks) -> str:
     That line is for Anthropic's accounting and differs by session. Left in front, it would change the
     prefix of a prompt that is otherwise the same.
     """
-    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, list_texts(content))))
-
-
-def _drop_billing_header(text: str) -> str:
-    if not text.startswith(BILLING_HEADER):
-        return text
-    log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
-    return text.partition("\n")[2]
+    texts = list_texts(content)
+    for index, text in enumerate(texts):
+        if text.startswith(BILLING_HEADER):
+            log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
+            texts[index] = text.partition("\n")[2]
+    return MESSAGE_JOINT.join(filter(None, texts))
 
 
 class AnthropicMessage(msgspec.Struct, Body, kw_only=True):

@@ -23,6 +23,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
+from cllm.server import submit
 from cllm.server.dialect import COMMENT, Dialect, encode, get_status
 from cllm.server.dialects import llama_body as shapes
 from cllm.server.dialects.llama_body import LlamaCompletionBody
@@ -31,22 +32,12 @@ from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
 from cllm.server.sse import EventStream, collect
-from cllm.server.submit import (
-    check_tokens,
-    find_model,
-    get_registry,
-    make_request,
-    prepare,
-    use_engine,
-)
-from cllm.server.submit import tokenize as tokenize_pieces
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Health, Request, RequestOutput
 
 PROBED = 64  # candidates that probabilities after sampling are made of
 PROGRESS_S = 0.25  # between two looks at a prompt that is computed
-ChoiceOutput = tuple[int, RequestOutput]
 _replace = msgspec.structs.replace
 
 
@@ -211,19 +202,12 @@ class Completions(NamedTuple):
         )
         return shapes.select_fields(answer, body.response_fields) if body.response_fields else answer
 
-    async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
         """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
         yield COMMENT  # there is no event before the first token
-        outputs = merged(streams)
-        if self.body.return_progress:
-            first = asyncio.ensure_future(anext(outputs))
-            total = len(self.prompts[0][0])
-            async for progress in watch_prompt(engine, streams[0], total, first):
-                yield encode(shapes.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
-            outputs = _chain(await first, outputs)
         generated = [0] * len(streams)
         lines = [False] * len(streams)
-        async for index, output in outputs:
+        async for index, output in merged(streams):
             if output.error is not None:
                 yield llama_server.frame_error(output.error.error())
                 return
@@ -264,31 +248,37 @@ class Completions(NamedTuple):
             yield _replace(output, text=own, tokens=(token,), logprobs=(entry,))
 
 
-async def watch_prompt(
-    engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
-) -> AsyncIterator[PromptProgress]:
-    """Report the progress of a prompt of `total` tokens until the `first` output of its stream is there."""
+async def add_progress(
+    engine: EngineClient,
+    stream: AsyncOutputStream,
+    total: int,
+    events: AsyncIterator[bytes],
+    begins: int,
+    make: Callable[..., Any],
+) -> AsyncIterator[bytes]:
+    """The events of an answer; after those that it begins with, `make` events of the prompt's progress.
+
+    The prompt of the `stream` has `total` tokens.
+    """
+    for _ in range(begins):
+        yield await anext(events)
+    first = asyncio.ensure_future(anext(events))
     try:
         while not first.done():
             await asyncio.wait((first,), timeout=PROGRESS_S)
-            processed = total if first.done() else await _count_cells(engine, stream.request_id)
+            processed = total
+            if not first.done():
+                leases = (await asyncio.wrap_future(engine.inspect())).leases
+                processed = sum(each.position for each in leases if each.request_id == stream.request_id)
             elapsed_ms = 1000 * (time.perf_counter() - stream.started)
-            yield PromptProgress(total, 0, min(total, processed), elapsed_ms)
+            progress = PromptProgress(total, 0, min(total, processed), elapsed_ms)
+            yield encode(make(prompt_progress=progress))
     except BaseException:
         first.cancel()
         raise
-
-
-async def _count_cells(engine: EngineClient, request_id: str) -> int:
-    """Count the KV cells that a request holds between two steps."""
-    leases = (await asyncio.wrap_future(engine.inspect())).leases
-    return sum(lease.position for lease in leases if lease.request_id == request_id)
-
-
-async def _chain(first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]) -> AsyncIterator[ChoiceOutput]:
-    yield first
-    async for output in rest:
-        yield output
+    yield await first
+    async for event in events:
+        yield event
 
 
 async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
@@ -309,7 +299,7 @@ async def complete(
     `texts` are the prompts as the answers show them; None: as their tokens are spelled.
     """
     probed = PROBED if body.post_sampling_probs else body.n_probs
-    request = make_request(
+    request = submit.make_request(
         engine,
         http,
         body,
@@ -318,7 +308,7 @@ async def complete(
         stop=body.stops,
         logprobs=probed if body.n_probs else None,
     )
-    request, prompts = await prepare(engine, request, inputs, body.biases)
+    request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [
         await spell(engine, tokens.items) if text is None else text
         for tokens, text in zip(prompts, texts, strict=True)
@@ -338,7 +328,12 @@ async def complete(
             end = partial(loop.call_soon, engine.cancel, stream.request_id)
             stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
     if body.stream:
-        return EventStream(engine, streams, call.events(engine, streams))
+        events = call.events(streams)
+        if body.return_progress:
+            total = len(prompts[0])
+            make = partial(shapes.LlamaEvent, tokens_evaluated=total)
+            events = add_progress(engine, streams[0], total, events, 1, make)
+        return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
     found = [
         call.whole(index, stream, outputs)
@@ -356,11 +351,11 @@ _EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.C
 @llama_server.post("/completions", shown=False)
 async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
-    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     inputs: list[RawText] = []
     texts: list[str | None] = []
     for pieces in body.prompts:
-        check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
+        submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
         inputs.append(RawText(tuple(pieces), parse_special=True))
         texts.append(pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else None)
     return await complete(engine, body, http, inputs, texts)
@@ -369,7 +364,7 @@ async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any
 @llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
 async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
-    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     limit = loaded(engine)[1].request_tokens
     # The text is cut at its far ends so that the answer fits.
     reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
@@ -379,11 +374,11 @@ async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
 @llama_server.post("/tokenize", shapes.LlamaTokens((33, 27, 33, 45)))
 async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.LlamaTokens:
     """Convert text to token ids."""
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     pieces = [body.content] if isinstance(body.content, str) else body.content
-    check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
+    submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
     special = {"add_special": body.add_special, "parse_special": body.parse_special}
-    tokens = await tokenize_pieces(engine, pieces, **special)
+    tokens = await submit.tokenize(engine, pieces, **special)
     if not body.with_pieces:
         return shapes.LlamaTokens(tokens)
     texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
@@ -393,15 +388,15 @@ async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.
 @llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
 async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
-    engine = await use_engine(http, body.model)
-    tokens = check_tokens(engine, body.tokens, "tokens")
+    engine = await submit.use_engine(http, body.model)
+    tokens = submit.check_tokens(engine, body.tokens, "tokens")
     return shapes.LlamaContent(await spell(engine, tokens))
 
 
 @llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
 async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     conversation = body.conversation()
     task = RenderChat(conversation.for_template())
     return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
@@ -411,14 +406,14 @@ async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> s
 @openai.post("/v1/chat/completions/input_tokens", shown=False)
 async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     return shapes.InputTokens(await count_tokens(engine, body.conversation()))
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)
 async def props(http: HttpRequest) -> shapes.LlamaProps:
     """Describe the model and the defaults."""
-    model = find_model(http)
+    model = submit.find_model(http)
     if model.engine is None:
         raise EngineNotReady(f"{model.name} is not loaded yet")
     info, limits = loaded(model.engine)
@@ -461,13 +456,13 @@ async def slots(http: HttpRequest) -> list[shapes.LlamaSlot]:
     """List the slots, and what each computes."""
     if "-/slots" in http.app.state.open_routes:
         raise NotSupported("slots are not shown: start the server without --no-slots")
-    engine = await use_engine(http)
+    engine = await submit.use_engine(http)
     limits = loaded(engine)[1]
     snapshot = await inspect(engine)
     leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
     if http.query_params.get("fail_on_no_slot") and len(leases) >= limits.sequences:
         raise EngineNotReady("no slot is free")
-    running = {state.request.id: state for state in get_registry(http).requests}
+    running = {state.request.id: state for state in submit.get_registry(http).requests}
     shown = []
     for number in range(limits.sequences):
         slot = shapes.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
@@ -490,7 +485,7 @@ async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> di
     action = http.query_params.get("action")
     if action not in get_args(SlotAction):
         raise InvalidRequest("action: it must be save, restore or erase", "action")
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1
     if not 0 <= slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatRep
 from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.frontend.async_calls import loaded
 from cllm.server.dialect import DONE, Dialect, encode
-from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
+from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import (
@@ -237,19 +237,6 @@ class ChatCompletionRenderer:
             yield encode(ChatCompletionChunk(**self._head, usage=usage, timings=timings))
         yield DONE
 
-    async def with_progress(self, session: ChatSession, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The chunks; before the first with an output, those of the prompt's progress."""
-        for _ in session.streams:
-            yield await anext(chunks)
-        first = asyncio.ensure_future(anext(chunks))
-        total = session.prompt_tokens
-        async for progress in watch_prompt(session.engine, session.streams[0], total, first):
-            choices = [ChunkChoice(0, ChunkDelta())]
-            yield encode(ChatCompletionChunk(**self._head, choices=choices, prompt_progress=progress))
-        yield await first
-        async for chunk in chunks:
-            yield chunk
-
     def _encode_step(self, step: ChatStep, timings: Timings | UnsetType, *, called: bool) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
         index, changes, output = step
@@ -316,12 +303,14 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     )
     session = await open_chat(engine, body.conversation(), request, body.n)
     name = body.model or loaded(engine)[0].name
-    head = {"id": request.id, "created": int(time.time()), "model": name}
+    head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)
     if body.stream:
         chunks = renderer.chunks(session, http.scope["state"]["dialect"])
         if body.return_progress:
-            chunks = renderer.with_progress(session, chunks)
+            make = partial(ChatCompletionChunk, **head, choices=[ChunkChoice(0, ChunkDelta())])
+            stream, total = session.streams[0], session.prompt_tokens
+            chunks = add_progress(engine, stream, total, chunks, body.n, make)
         return EventStream(engine, session.streams, chunks)
     outputs = await collect(engine, session.streams, http)
     replies = [reply.reply() for reply in session.finish(outputs)]
