@@ -81,29 +81,26 @@ class ReadTurns:
             loop.call_soon(self._resume_next, loop)
 
 
-class PlainSend:
-    """The `send` of a cycle whose client is of HTTP/1.0, or waits for `100 Continue`.
+def make_plain_send(cycle: RequestResponseCycle, *, chunks: bool) -> Any:
+    """Make the `send` of a cycle whose client is of HTTP/1.0, or waits for `100 Continue`.
 
     A response of unknown length goes to HTTP/1.0 without chunks; the end of the connection is its end. A
     response that comes before the client was asked to continue closes the connection: whether the body
     follows it is not known.
     """
+    send = cycle.send
 
-    def __init__(self, cycle: RequestResponseCycle, *, chunks: bool) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
-        self._chunks = chunks
-
-    async def __call__(self, message: Any) -> None:
-        cycle = self._cycle
+    async def send_plain(message: Any) -> None:
         if message["type"] == "http.response.start":
             cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
             names = {name.lower() for name, _ in message["headers"]}
-            if not self._chunks and b"content-length" not in names:
+            if not chunks and b"content-length" not in names:
                 cycle.chunked_encoding = False
-        elif not self._chunks and not cycle.expected_content_length:
+        elif not chunks and not cycle.expected_content_length:
             cycle.expected_content_length = len(message.get("body", b""))
-        await self._send(message)
+        await send(message)
+
+    return send_plain
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -186,7 +183,7 @@ class GuardedConnection(HttpToolsProtocol):
         old = self.scope["http_version"] == "1.0"
         if old or self.cycle.waiting_for_100_continue:
             self.cycle.waiting_for_100_continue = not old
-            self.cycle.send = PlainSend(self.cycle, chunks=not old)  # type: ignore[method-assign]
+            self.cycle.send = make_plain_send(self.cycle, chunks=not old)  # type: ignore[method-assign]
         self._set_deadline(self._settings.body_timeout_s, "body")
 
     def on_body(self, body: bytes) -> None:

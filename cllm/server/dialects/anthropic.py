@@ -13,14 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 
-from cllm.chat.conversation import (
-    MESSAGE_JOINT,
-    Conversation,
-    MessageBuilder,
-    ToolChoice,
-    note_media,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
@@ -115,7 +108,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
         needed = _NEEDED.get(self.kind, "type")
         if getattr(self, needed) is None:
             raise ValueError(f"{needed!r} is missing")
-        self.input = write_arguments(self.input)
+        self.input = chats.write_arguments(self.input)
 
     @property
     def kind(self) -> str:
@@ -125,15 +118,15 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     @property
     def shown(self) -> str:
         """The text, or a note in its place."""
-        return self.text or ("" if self.kind == "text" else note_media(self.type))
+        return self.text or ("" if self.kind == "text" else chats.note_media(self.type))
 
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
+    def add_to(self, builder: chats.MessageBuilder, role: str) -> None:
         """Add the block to the messages of a conversation. Raises InvalidRequest."""
         match self.kind if role == "assistant" or self.kind == "tool_result" else None:
             case "tool_use":
                 builder.add_tool_call(self.id, self.name or "", self.input)
             case "tool_result":
-                text = MESSAGE_JOINT.join(list_texts(self.content))
+                text = chats.MESSAGE_JOINT.join(list_texts(self.content))
                 builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
             case "thinking":
                 if self.thinking:
@@ -154,7 +147,7 @@ def _find_text(block: dict[str, Any]) -> str:
     found = [source.get("data")] if isinstance(source, dict) and source.get("type") == "text" else []
     if isinstance(content, list):
         found += [part.get("text") for part in content if isinstance(part, dict)]
-    return MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
+    return chats.MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
 
 
 Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
@@ -177,7 +170,7 @@ def join_system(content: Blocks) -> str:
         if text.startswith(BILLING_HEADER):
             log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
             texts[index] = text.partition("\n")[2]
-    return MESSAGE_JOINT.join(filter(None, texts))
+    return chats.MESSAGE_JOINT.join(filter(None, texts))
 
 
 class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
@@ -192,7 +185,7 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
         about("Text, or blocks: text, tool calls and their results, reasoning", bodies.QUESTION, [_TEXT]),
     ]
 
-    def add_to(self, builder: MessageBuilder) -> None:
+    def add_to(self, builder: chats.MessageBuilder) -> None:
         """Add the message to those of a conversation. Raises InvalidRequest."""
         if self.role == "system":
             if system := join_system(self.content):
@@ -266,20 +259,20 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
         self._choice.check([tool.name for tool in self.tools])
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         if (wanted := self.tool_choice) is None:
-            return ToolChoice()
+            return chats.ToolChoice()
         if wanted.type == "tool":
-            return ToolChoice.only(wanted.name or "")
-        return ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
+            return chats.ToolChoice.only(wanted.name or "")
+        return chats.ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = (self.output_config and self.output_config.format) or self.output_format
         return None if wanted is None else wanted.schema
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
-        builder = MessageBuilder("messages", combine=True)
+        builder = chats.MessageBuilder("messages", combine=True)
         builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
         thinking, config = (
             self.thinking or ThinkingBody(type="adaptive"),
@@ -288,7 +281,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
         options: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
         if self.thinking is not None:
             options["enable_thinking"] = thinking.type != "disabled"
-        return Conversation(
+        return chats.Conversation(
             messages=builder.build(),
             options={**options, **(self.chat_template_kwargs or {})},
             think=thinking.type != "disabled",

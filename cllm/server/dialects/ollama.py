@@ -384,19 +384,11 @@ async def delete(body: shapes.DeleteBody) -> ProgressLine:
 def _delete(name: str) -> None:
     from cllm.models.store import find_stored, find_users, plan_removal, remove, scan
 
-    reference = parse_hub(name)
-    if reference is not None:
+    if (reference := parse_hub(name)) is not None:
         model = find_stored(reference)
     else:
-        wanted = name.lower()
-        model = next(
-            (
-                each
-                for each in scan()
-                if wanted in (each.name.lower(), each.stem.lower(), each.path.name.lower())
-            ),
-            None,
-        )
+        stored = {key.lower(): each for each in scan() for key in (each.name, each.stem, each.path.name)}
+        model = stored.get(name.lower())
     if model is None:
         raise ModelNotFound(f"there is no model {name!r} on this machine")
     removal = plan_removal(model)

@@ -12,13 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import force_setattr
 
-from cllm.chat.conversation import (
-    Conversation,
-    ToolChoice,
-    make_template_options,
-    normalize_messages,
-    refuse_media,
-)
+from cllm.chat import conversation as chats
 from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
@@ -160,7 +154,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         """The prompt where it is no conversation."""
         return None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
         raise NotImplementedError
 
@@ -169,7 +163,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         if self.think is None:
             return {}
         effort = self.think if isinstance(self.think, str) else None
-        options = make_template_options({"enable_thinking": self.think is not False}, effort)
+        options = chats.make_template_options({"enable_thinking": self.think is not False}, effort)
         return {"options": options, "think": self.think is not False}
 
 
@@ -240,13 +234,13 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ToolChoice().check([tool.function.name for tool in self.tools or ()])
+        chats.ToolChoice().check([tool.function.name for tool in self.tools or ()])
 
-    def conversation(self) -> Conversation:
-        return Conversation(
-            messages=normalize_messages(message.as_dict() for message in self.messages),
+    def conversation(self) -> chats.Conversation:
+        return chats.Conversation(
+            messages=chats.normalize_messages(message.as_dict() for message in self.messages),
             **self.thinking(),
-            **ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
+            **chats.ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
         )
 
 
@@ -268,7 +262,7 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.images:
-            raise ValueError(refuse_media("image", "images"))
+            raise ValueError(chats.refuse_media("image", "images"))
         if self.template:
             raise ValueError(
                 "template: a request cannot change it; start the server with --chat-template, or use raw"
@@ -284,9 +278,11 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
             return Gap(prefix=self.prompt, suffix=self.suffix)
         return RawText((self.prompt,)) if self.raw else None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return Conversation(messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking())
+        return chats.Conversation(
+            messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking()
+        )
 
 
 class OllamaEmbedBody(OllamaBody, kw_only=True):

@@ -10,16 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from cllm.chat.conversation import (
-    MESSAGE_JOINT,
-    TEXT_PARTS,
-    Conversation,
-    MessageBuilder,
-    ToolChoice,
-    make_template_options,
-    note_media,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.server.body import Body, Name, TokenLimit, about
 from cllm.server.dialects.openai import bodies
 from cllm.text.chat_format import Tool
@@ -64,8 +55,8 @@ Parts = Annotated[list[bodies.ContentPart], Meta(max_length=bodies.MAX_MESSAGES)
 def join_text(content: str | list[bodies.ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    return MESSAGE_JOINT.join(
-        (part.text or part.refusal or "") if part.type in TEXT_PARTS else note_media(part.type)
+    return chats.MESSAGE_JOINT.join(
+        (part.text or part.refusal or "") if part.type in chats.TEXT_PARTS else chats.note_media(part.type)
         for part in content
     )
 
@@ -112,20 +103,20 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
             if any(part.text is None for part in (*(self.content or ()), *(self.summary or ()))):
                 raise ValueError("'text' is missing")
         if self.arguments is not None:
-            self.arguments = write_arguments(self.arguments)
+            self.arguments = chats.write_arguments(self.arguments)
 
     @property
     def kind(self) -> str:
         return get_kind(self.type)
 
-    def add_to(self, builder: MessageBuilder) -> None:
+    def add_to(self, builder: chats.MessageBuilder) -> None:
         """Add the item to the messages of a conversation. Raises InvalidRequest."""
         match self.kind:
             case "message":
                 content = self.content or ""
                 role = "system" if self.role == "developer" else str(self.role)
                 for part in content if isinstance(content, list) else ():
-                    if part.type not in TEXT_PARTS:
+                    if part.type not in chats.TEXT_PARTS:
                         builder.check_media(role, part.type)
                 builder.add_text(role, join_text(content))
             case "reasoning":
@@ -134,12 +125,12 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                     builder.add_reasoning(text)
             case "call":
                 given = {"input": self.input} if self.action is None else self.action
-                arguments = write_arguments(given) if self.arguments is None else self.arguments
+                arguments = chats.write_arguments(given) if self.arguments is None else self.arguments
                 name = self.name or str(self.type).removesuffix("_call")
                 builder.add_tool_call(self.call_id, name, arguments)
             case _:
                 output = self.output or ""
-                text = write_arguments(output) if isinstance(output, dict) else join_text(output)
+                text = chats.write_arguments(output) if isinstance(output, dict) else join_text(output)
                 builder.add_tool_result(self.call_id, text)
 
 
@@ -302,14 +293,14 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
         self._choice.check([tool.name for tool in self.tools])
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         choice = self.tool_choice
         if isinstance(choice, str):
-            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+            return chats.ToolChoice.of(choice, parallel=self.parallel_tool_calls)
         if choice.type != "allowed_tools":
-            return ToolChoice.only(choice.name or "")
+            return chats.ToolChoice.only(choice.name or "")
         names = tuple(tool.name for tool in choice.tools or ())
-        return ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
+        return chats.ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
 
     @property
     def top(self) -> int | None:
@@ -332,18 +323,18 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
             return [ResponseItem(type="message", role="user", content=self.input)]
         return self.input
 
-    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> Conversation:
+    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
-        builder = MessageBuilder("input")
+        builder = chats.MessageBuilder("input")
         if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
         else:
             builder.add_all(self.instructions or ())
         builder.add_all((*history, *self.items))
         effort = (self.reasoning or ReasoningBody()).effort
-        return Conversation(
+        return chats.Conversation(
             messages=builder.build(),
-            options=make_template_options(self.chat_template_kwargs, effort),
+            options=chats.make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),
         )

@@ -14,9 +14,9 @@ from cllm.errors import (
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.app import add_defaults
 from cllm.server.dialects import llama_body as answers
-from cllm.server.dialects.llama_body import LlamaCompletionBody
+from cllm.server.dialects.llama_body import LlamaCompletionBody, split_inputs
 from cllm.server.dialects.llama_server import LineLimits
-from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, split_inputs
+from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody
 from cllm.server.generation import GenerationBody
 from cllm.server.timings import get_timings
 from cllm.types import SEED_SPACE, Prompt, Request, SamplingParams, TokenLogprob, Usage

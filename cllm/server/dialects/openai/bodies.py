@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cllm.chat.conversation import (
-    TEXT_PARTS,
-    Conversation,
-    ToolChoice,
-    make_template_options,
-    normalize_messages,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
 from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
@@ -194,7 +187,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
 
     def __post_init__(self) -> None:
-        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+        if self.type in chats.TEXT_PARTS and self.text is None and self.refusal is None:
             raise ValueError("'text' is missing")
 
 
@@ -203,7 +196,7 @@ class CalledFunction(msgspec.Struct, Body, kw_only=True):
     arguments: Arguments = "{}"
 
     def __post_init__(self) -> None:
-        self.arguments = write_arguments(self.arguments)
+        self.arguments = chats.write_arguments(self.arguments)
 
 
 class ToolCallBody(msgspec.Struct, Body, kw_only=True):
@@ -404,21 +397,23 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         return [tool.function for tool in self.tools] or self.functions
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         if self.older_form:
             wanted = self.function_call or "auto"
             if isinstance(wanted, ChosenFunction):
-                return ToolChoice.only(wanted.name)
-            return ToolChoice(mode=wanted, parallel=False)
+                return chats.ToolChoice.only(wanted.name)
+            return chats.ToolChoice(mode=wanted, parallel=False)
         choice = self.tool_choice
         if isinstance(choice, str):
-            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+            return chats.ToolChoice.of(choice, parallel=self.parallel_tool_calls)
         if choice.type == "function":
             assert choice.function is not None
-            return ToolChoice.only(choice.function.name)
+            return chats.ToolChoice.only(choice.function.name)
         assert choice.allowed_tools is not None
         names = tuple(tool.function.name for tool in choice.allowed_tools.tools)
-        return ToolChoice(mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls)
+        return chats.ToolChoice(
+            mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls
+        )
 
     @property
     def effort(self) -> str | None:
@@ -446,17 +441,17 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         )
         return next((wanted for wanted in given if wanted is not None), None)
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`."""
         options = dict(self.chat_template_kwargs or {})
         if self.thinks is not None:
             options.setdefault("enable_thinking", self.thinks)
         content = self.prediction.content if self.prediction is not None else ""
-        return Conversation(
-            messages=normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
+        return chats.Conversation(
+            messages=chats.normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
             reasoning=self.reasoning_format != "none",
             continued=self.continue_final_message is not False,
-            options=make_template_options(options, self.effort),
+            options=chats.make_template_options(options, self.effort),
             think=self.thinks is not False,
             reasoning_budget=self.budget,
             prediction=content if isinstance(content, str) else "".join(part.text for part in content),

@@ -18,15 +18,8 @@ from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.frontend.async_calls import loaded
 from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
-from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
-from cllm.server.dialects.openai.completions import (
-    CompletionUsage,
-    PromptLogprobs,
-    PromptTokensDetails,
-    make_prompt_logprobs,
-    make_usage,
-)
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
@@ -128,8 +121,8 @@ class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: CompletionUsage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    usage: completions.CompletionUsage
+    prompt_logprobs: completions.PromptLogprobs | UnsetType = UNSET
 
 
 class ChunkDelta(msgspec.Struct, omit_defaults=True):
@@ -158,7 +151,7 @@ class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    usage: CompletionUsage | UnsetType = UNSET
+    usage: completions.CompletionUsage | UnsetType = UNSET
     choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
@@ -166,7 +159,7 @@ _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "Sm
 EXAMPLE = ChatCompletion(
     **_HEAD,
     choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
-    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+    usage=completions.CompletionUsage(4, 3, 7, completions.PromptTokensDetails(0)),
     timings=EXAMPLE_TIMINGS,
 )
 _CHUNKS = (
@@ -197,11 +190,11 @@ class ChatCompletionRenderer:
             )
             for index, reply in enumerate(replies)
         ]
-        usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
+        usage = completions.make_usage((reply.usage for reply in replies), session.prompt_tokens)
         timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
         if (count := self._body.prompt_logprobs) is not None:
             entries = replies[0].prompt_logprobs
-            more["prompt_logprobs"] = [make_prompt_logprobs(entry, count) for entry in entries]
+            more["prompt_logprobs"] = [completions.make_prompt_logprobs(entry, count) for entry in entries]
         return ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
 
     async def chunks(self, session: ChatSession, dialect: Dialect) -> AsyncIterator[bytes]:
@@ -233,7 +226,7 @@ class ChatCompletionRenderer:
                 yield chunks
         if include_usage:
             timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
-            usage = make_usage(usages, session.prompt_tokens)
+            usage = completions.make_usage(usages, session.prompt_tokens)
             yield encode(ChatCompletionChunk(**self._head, usage=usage, timings=timings))
         yield DONE
 
