@@ -50,7 +50,7 @@ from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
 from cllm.server.dialects.openai.completions import CompletionBody
-from cllm.server.submit import build_request, check_tokens
+from cllm.server.submit import check_tokens, make_request
 from cllm.types import (
     SEED_SPACE,
     FinishReason,
@@ -161,15 +161,16 @@ def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, lo
     assert isinstance(body, ChatBody | CompletionBody)
     if body.max_tokens is None or body.max_tokens < 1:  # over HTTP that is no limit, or a prompt to score
         raise InvalidRequest("max_tokens: expected `int` >= 1", "max_tokens")
-    return build_request(
+    return make_request(
         engine,
+        None,
         body,
         request_id=uuid.uuid4().hex,
         max_tokens=body.max_tokens,
         sampling=msgspec.structs.replace(sampling, seed=seed),
-        stop=body.stops,
-        logprobs=logprobs,
-        prompt_logprobs=body.scored,
+        stop=body.stop,
+        logprobs=logprobs or None,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,6 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, compile_path
@@ -32,16 +31,8 @@ from cllm.server.dialects.responses import ResponseStore
 from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
-from cllm.server.middleware import (
-    PAGE_FILES,
-    AuthMiddleware,
-    BodyLimitMiddleware,
-    HeadersMiddleware,
-    TrustedHostMiddleware,
-    split_list,
-)
+from cllm.server.middleware import PAGE_FILES, RequestMiddleware, split_list
 from cllm.server.openapi import make_description
-from cllm.server.sse import LeaseMiddleware
 
 FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
@@ -56,8 +47,6 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".json": JSON,
 }
-EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
-LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
     frozenset({"max_tokens", "n_predict", "max_completion_tokens", "max_output_tokens"}),
     frozenset({"repetition_penalty", "repeat_penalty"}),
@@ -78,7 +67,7 @@ def create_app(
     keys = keys or KeyRing(config.api_keys, config.api_key)
     app = Starlette(
         routes=_make_routes(closed=keys.closed),
-        middleware=_make_middleware(registry, config, keys),
+        middleware=[Middleware(RequestMiddleware, config, keys, TABLE, registry.count_refusal)],
         exception_handlers={HTTPException: _on_http, CllmError: _on_error, Exception: _on_error},  # type: ignore[dict-item]
     )
     app.state.registry = registry
@@ -87,32 +76,9 @@ def create_app(
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
-    app.state.add_defaults = ModelDefaults(registry, app.state.defaults)
+    app.state.add_defaults = make_defaults(registry, app.state.defaults)
     app.state.large_bodies = asyncio.Lock()  # see `read_body`
     return app
-
-
-def _make_middleware(registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> list[Middleware]:
-    """The layers around the routes, the outermost first."""
-    host, count = config.host, registry.count_refusal
-    layers = [
-        Middleware(HeadersMiddleware, TABLE),
-        Middleware(TrustedHostMiddleware, host, config.allowed_hosts, count),
-    ]
-    if origins := split_list(config.cors_origins):
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
-            allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],
-            allow_private_network=True,
-            expose_headers=EXPOSED_HEADERS,
-        )
-        layers.append(cors)
-    auth = Middleware(AuthMiddleware, keys, host, config.open_routes, count)
-    limits = Middleware(BodyLimitMiddleware, config.max_body_mb << 20, config.max_header_kb << 10)
-    return [*layers, auth, limits, Middleware(LeaseMiddleware)]
 
 
 # Routes -----------------------------------------------------------------------------------------------
@@ -133,7 +99,7 @@ def _make_routes(*, closed: bool) -> list[BaseRoute]:
     routes += [Route(path, handler, methods=["GET"]) for path, handler in own.items()]
     for route in routes:
         assert route.methods is not None
-        route.methods.discard("HEAD")  # HeadersMiddleware answers it as GET
+        route.methods.discard("HEAD")  # RequestMiddleware answers it as GET
     return [*routes]
 
 
@@ -252,27 +218,20 @@ def add_defaults(defaults: Mapping[str, Any], body: Any) -> Any:
     return {**body, **{name: value for name, value in defaults.items() if name not in given}, **merged}
 
 
-class ModelDefaults:
-    """Adds the defaults that a body lacks: those of its model, and below them the server's."""
+def make_defaults(registry: EngineRegistry, common: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Make what adds the defaults of a body's model, and below them the server's. None without any."""
+    merged = {
+        model.name: {**common, **check_defaults(model.config.defaults, f"[models.{model.name}] defaults")}
+        for model in registry.served
+        if model.config.defaults
+    }
 
-    def __init__(self, registry: EngineRegistry, common: Mapping[str, Any]) -> None:
-        self._registry = registry
-        self._common = common
-        self._merged = {
-            model.name: {**common, **check_defaults(model.config.defaults, f"[models.{model.name}] defaults")}
-            for model in registry.served
-            if model.config.defaults
-        }
-
-    def __bool__(self) -> bool:
-        """False where there are none at all: bodies need not be looked at."""
-        return bool(self._common or self._merged)
-
-    def __call__(self, body: Any) -> Any:
-        defaults = self._common
-        if self._merged and isinstance(body, dict):
+    def add(body: Any) -> Any:
+        defaults = common
+        if merged and isinstance(body, dict):
             name = body.get("model")
             with suppress(ModelNotFound):  # the route refuses it
-                model = self._registry.find(name if isinstance(name, str) else None)
-                defaults = self._merged.get(model.name, defaults)
+                defaults = merged.get(registry.find(name if isinstance(name, str) else None).name, common)
         return add_defaults(defaults, body)
+
+    return add if common or merged else None

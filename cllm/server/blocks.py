@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cllm.chat.reply import BlockEvent, ReplyBuilder
 from cllm.chat.session import ChatSession
-from cllm.server.dialect import COMMENT, StructResponse, encode_named
+from cllm.server.dialect import COMMENT, encode_named
 from cllm.server.sse import EventStream, collect
 from cllm.types import RequestOutput
 
@@ -50,13 +49,13 @@ class BlockRenderer(ABC):
             if rendered := self.render(changes, output):
                 yield encode_events(rendered)
 
-    async def respond(self, http: Request, session: ChatSession, *, stream: bool) -> Response:
+    async def respond(self, http: Request, session: ChatSession, *, stream: bool) -> Any:
         """The HTTP response, whole or streamed."""
         if stream:
             return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
         outputs = await collect(session.engine, session.streams, http)
         session.finish(outputs)
-        return StructResponse(self.whole())
+        return self.whole()
 
     def whole(self) -> Any:
         """The response to a call that does not stream, its reply finished."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -53,7 +54,10 @@ TokenLimit = Annotated[int, Meta(ge=-1)]
 
 
 class Body:
-    """Mixin of request bodies: `class ChatBody(msgspec.Struct, Body, kw_only=True)`."""
+    """Mixin of request bodies: `class ChatBody(msgspec.Struct, Body, kw_only=True)`.
+
+    `__post_init__` checks fields that depend on each other. It raises ValueError.
+    """
 
     __slots__ = ()
     ALIASES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -66,12 +70,6 @@ class Body:
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Adapt the JSON object before its fields are read. Raises ValueError."""
         return value
-
-    def check(self) -> None:
-        """Check fields that depend on each other. Raises ValueError."""
-
-    def __post_init__(self) -> None:
-        self.check()
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -207,7 +205,8 @@ def describe(error: Exception) -> InvalidRequest:
     text = re.sub("at `key` in `", "at `", str(error))
     reason, _, place = text.partition(" - at `$")
     place = place.removesuffix("`").removeprefix(".")
-    reason = re.sub(r"^Expected `str` matching regex '(.*)'$", _describe_pattern, reason)
+    if (found := re.fullmatch(r"Expected `str` matching regex '(.*)'", reason)) is not None:
+        reason = _PATTERNS.get(found[1].encode().decode("unicode_escape"), reason)
     if (missing := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
         if not place:
             return InvalidRequest(f"{missing[1]}: this field is required", missing[1])
@@ -219,11 +218,6 @@ def describe(error: Exception) -> InvalidRequest:
         return InvalidRequest(NOT_AN_OBJECT)
     named = reason.partition(":")[0]
     return InvalidRequest(reason, named if named.isidentifier() else None)
-
-
-def _describe_pattern(found: re.Match[str]) -> str:
-    pattern = found[1].encode().decode("unicode_escape")
-    return _PATTERNS.get(pattern, found[0])
 
 
 async def read_body(http: Request, kind: type[Kind]) -> Kind:
@@ -240,20 +234,16 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
     # Any page can send a body without a type, and no browser asks before.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
         raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
-    if len(data) < LARGE_BODY:
-        return _parse(http, data, kind)
-    async with http.app.state.large_bodies:
-        await asyncio.sleep(0)
-        return _parse(http, data, kind)
-
-
-def _parse(http: Request, data: bytes, kind: type[Kind]) -> Kind:
-    try:
-        value = msgspec.json.decode(data)
-    except RecursionError:
-        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = str(error).removeprefix("JSON is malformed: ")
-        raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
-    add_defaults = http.app.state.add_defaults
-    return kind.parse(add_defaults(value) if add_defaults else value)
+    large = len(data) >= LARGE_BODY
+    async with http.app.state.large_bodies if large else nullcontext():
+        if large:
+            await asyncio.sleep(0)
+        try:
+            value = msgspec.json.decode(data)
+        except RecursionError:
+            raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
+        add_defaults = http.app.state.add_defaults
+        return kind.parse(value if add_defaults is None else add_defaults(value))

@@ -30,13 +30,11 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def limit_connections(config: ServerConfig) -> ServerConfig:
-    """The settings, with no more connections than there are file descriptors for."""
-    left = _descriptors_left(config.max_connections)
-    return msgspec.structs.replace(config, max_connections=min(config.max_connections, left))
+    """The settings, with no more connections than there are file descriptors for.
 
-
-def _descriptors_left(wanted: int) -> int:
-    """Number of connections that can be open at a time. Raises the soft limit of descriptors if need be."""
+    Raises the soft limit of descriptors if need be.
+    """
+    wanted = config.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = sum(1 for _ in Path("/dev/fd").iterdir())
@@ -53,7 +51,7 @@ def _descriptors_left(wanted: int) -> int:
     left = wanted if soft == resource.RLIM_INFINITY else max(1, soft - used - SPARE_DESCRIPTORS)
     if left < wanted:
         log.warning("file descriptors allow %d connections at a time, not %d (ulimit -n)", left, wanted)
-    return left
+    return msgspec.structs.replace(config, max_connections=min(wanted, left))
 
 
 class ReadTurns:
@@ -83,29 +81,26 @@ class ReadTurns:
             loop.call_soon(self._resume_next, loop)
 
 
-class PlainSend:
-    """The `send` of a cycle whose client is of HTTP/1.0, or waits for `100 Continue`.
+def make_plain_send(cycle: RequestResponseCycle, *, chunks: bool) -> Any:
+    """Make the `send` of a cycle whose client is of HTTP/1.0, or waits for `100 Continue`.
 
     A response of unknown length goes to HTTP/1.0 without chunks; the end of the connection is its end. A
     response that comes before the client was asked to continue closes the connection: whether the body
     follows it is not known.
     """
+    send = cycle.send
 
-    def __init__(self, cycle: RequestResponseCycle, *, chunks: bool) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
-        self._chunks = chunks
-
-    async def __call__(self, message: Any) -> None:
-        cycle = self._cycle
+    async def send_plain(message: Any) -> None:
         if message["type"] == "http.response.start":
             cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
             names = {name.lower() for name, _ in message["headers"]}
-            if not self._chunks and b"content-length" not in names:
+            if not chunks and b"content-length" not in names:
                 cycle.chunked_encoding = False
-        elif not self._chunks and not cycle.expected_content_length:
+        elif not chunks and not cycle.expected_content_length:
             cycle.expected_content_length = len(message.get("body", b""))
-        await self._send(message)
+        await send(message)
+
+    return send_plain
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -148,10 +143,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._disconnect()
         super().connection_lost(exc)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
     def _disconnect(self) -> None:
         """The application sees a disconnect: of the last request, and of the one that is answered now."""
         for cycle in (self._answered, self.cycle):
@@ -186,11 +177,13 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_header = False
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         self.headers = []  # of trailers, which follow the body: the scope does not get them
         old = self.scope["http_version"] == "1.0"
         if old or self.cycle.waiting_for_100_continue:
             self.cycle.waiting_for_100_continue = not old
-            self.cycle.send = PlainSend(self.cycle, chunks=not old)  # type: ignore[method-assign]
+            self.cycle.send = make_plain_send(self.cycle, chunks=not old)  # type: ignore[method-assign]
         self._set_deadline(self._settings.body_timeout_s, "body")
 
     def on_body(self, body: bytes) -> None:
@@ -245,7 +238,9 @@ class GuardedConnection(HttpToolsProtocol):
         return b"" if cycle.expected_content_length else COMMENT
 
     def on_response_complete(self) -> None:
-        if self._half_closed and not self.pipeline:
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        elif self._half_closed:
             self.transport.close()
         super().on_response_complete()
         begun = self._in_header and self._header_bytes  # the next request is partly here already

@@ -14,9 +14,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from cllm import errors
-from cllm.errors import CapacityError, CllmError, InvalidRequest, Unauthorized
+from cllm.errors import CapacityError, CllmError, Unauthorized
 from cllm.server.body import Body, read_body
-from cllm.types import Failure
 
 log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
@@ -41,9 +40,9 @@ STATUS: dict[type[Exception], int] = {
     errors.NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }
-Handler = Callable[..., Awaitable[Response]]
+Handler = Callable[..., Awaitable[Any]]
 HandlerKind = TypeVar("HandlerKind", bound=Handler)
-_encoder = msgspec.json.Encoder()
+to_json = msgspec.json.Encoder().encode
 
 
 class HttpError(CllmError):
@@ -62,15 +61,6 @@ def get_status(error: Exception) -> int:
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
 
-class StructResponse(Response):
-    """A struct, or whatever else msgspec encodes, as a JSON response."""
-
-    media_type = JSON
-
-    def render(self, content: Any) -> bytes:
-        return _encoder.encode(content)
-
-
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path, and what its documentation says of the responses."""
 
@@ -81,20 +71,24 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     names: frozenset[str]  # of the handler's parameters
     body: type[Body] | None
     answer: Any = None  # an example; a struct's class stands for its `EXAMPLE`. None: it only streams
-    events: tuple[bytes, ...] = ()  # an example of a stream
-    lines: tuple[bytes, ...] = ()  # the same, where a stream is lines of JSON
+    events: bytes = b""  # an example of a stream
+    lines: bytes = b""  # the same, where a stream is lines of JSON
     computes: bool = False  # the request goes through the queue
     errors: Mapping[int, tuple[str, str, str]] = {}  # of this route alone: status → code, message, when
     several: bool = False  # it answers several prompts with a list
     shown: bool = True  # in the documentation
 
     async def respond(self, http: Request) -> Response:
-        """Read the body, call the handler, and answer with what it returns or raises."""
+        """Read the body, call the handler, and answer with what it returns or raises.
+
+        What is no response, a struct or whatever else msgspec encodes, is one as JSON.
+        """
         given: dict[str, Any] = {"http": http} if "http" in self.names else {}
         try:
             if self.body is not None:
                 given["body"] = await read_body(http, self.body)
-            return await self.handler(**given, **http.path_params)
+            answer = await self.handler(**given, **http.path_params)
+            return answer if isinstance(answer, Response) else Response(to_json(answer), media_type=JSON)
         except CllmError as error:
             return respond(http.scope, error)
 
@@ -124,10 +118,6 @@ class Dialect:
         """An error as the last frame of a stream."""
         return encode(self.make_error(error))
 
-    def frame_failure(self, failure: Failure) -> bytes:
-        """The error that a request ended with as the last frame of its stream."""
-        return self.frame_error(failure.error())
-
     def route(
         self, method: str, path: str, answer: Any = None, **about: Any
     ) -> Callable[[HandlerKind], HandlerKind]:
@@ -136,16 +126,8 @@ class Dialect:
         def register(handler: HandlerKind) -> HandlerKind:
             names = frozenset(inspect.signature(handler).parameters)
             body = get_type_hints(handler).get("body")
-            for name in ("events", "lines"):
-                about[name] = tuple(about.get(name, ()))
-            named: dict[str, Any] = {
-                "dialect": self,
-                "method": method,
-                "path": path,
-                "names": names,
-                "body": body,
-            }
-            self.routes.append(Route(**named, handler=handler, answer=answer, **about))
+            given = {"dialect": self, "method": method, "path": path, "handler": handler, "answer": answer}
+            self.routes.append(Route(**given, names=names, body=body, **about))
             return handler
 
         return register
@@ -176,13 +158,6 @@ class DialectTable:
         return next(dialect for prefix, dialect in self._prefixes if path.startswith(prefix))
 
 
-def get_dialect(scope: Scope) -> Dialect:
-    """The dialect of a request; the outermost middleware has found it."""
-    dialect = scope["state"]["dialect"]
-    assert isinstance(dialect, Dialect)
-    return dialect
-
-
 def respond(scope: Scope, error: Exception) -> Response:
     """Any error as a response; an unexpected one is logged and answered without details.
 
@@ -191,18 +166,13 @@ def respond(scope: Scope, error: Exception) -> Response:
     if not isinstance(error, CllmError):
         log.exception("unexpected error in %r", scope["path"], exc_info=error)
         error = HttpError(500, "internal_error", INTERNAL)
-    dialect = get_dialect(scope)
+    dialect: Dialect = scope["state"]["dialect"]
     if scope["state"].get("streaming"):
         return Response(dialect.frame_error(error), media_type=EVENTS)
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    return StructResponse(dialect.make_error(error), get_status(error), headers)
-
-
-def get_field(error: CllmError) -> str | None:
-    """The field that an error names."""
-    return error.field if isinstance(error, InvalidRequest) else None
+    return Response(to_json(dialect.make_error(error)), get_status(error), headers, JSON)
 
 
 # Frames of streams: server-sent events, and lines of JSON ---------------------------------------------
@@ -210,7 +180,7 @@ def get_field(error: CllmError) -> str | None:
 
 def encode(event: Any) -> bytes:
     """One event."""
-    return b"data: " + _encoder.encode(event) + b"\n\n"
+    return b"data: " + to_json(event) + b"\n\n"
 
 
 def encode_named(name: str, event: Any) -> bytes:
@@ -220,7 +190,7 @@ def encode_named(name: str, event: Any) -> bytes:
 
 def encode_line(value: Any) -> bytes:
     """One line of JSON."""
-    return _encoder.encode(value) + b"\n"
+    return to_json(value) + b"\n"
 
 
 DONE = b"data: [DONE]\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -115,9 +115,6 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         given = value.get("logit_bias")
         return value if given is None else {**value, "logit_bias": _read_biases(given)}
 
-    def check(self) -> None:
-        force_setattr(self, "priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority)))
-
     def set_limit(self, field: str) -> None:
         """Read a `TokenLimit` of at least 1: None for -1. Raises ValueError."""
         value = getattr(self, field)
@@ -133,7 +130,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
         """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
-        tokens, texts = [], self.biases
+        tokens, texts = [], self.biases if self.logit_bias else {}
         for key, bias in self.logit_bias.items():
             text = key.removeprefix("\0")
             if text in texts and not is_token_id(key):
@@ -147,7 +144,11 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         fields["top_k"] = max(0, self.top_k)
         fields["logit_bias"] = tuple(tokens)
         fields["seed"] = secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE
-        return SamplingParams(**fields | get_disabled(self.samplers))
+        if self.samplers is not None:
+            given = {name.replace("-", "_") for name in self.samplers}  # a text gives letters
+            for letter, names, switch in _SAMPLERS:
+                fields |= {} if given & {letter, *names} else switch
+        return SamplingParams(**fields)
 
     def form_schema(self) -> dict[str, Any] | None:
         """The schema that the API's own field asks for."""
@@ -218,12 +219,3 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
     ("a", ("adaptive_p",), {"adaptive_target": -1.0}),
 )
 SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
-
-
-def get_disabled(samplers: str | Sequence[str] | None) -> dict[str, Any]:
-    """The parameters that switch off every sampler but these; None leaves all on."""
-    if samplers is None:
-        return {}
-    given = {name.replace("-", "_") for name in samplers}  # a text gives letters
-    off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
-    return {name: value for switch in off for name, value in switch.items()}

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -128,15 +128,15 @@ class KeyRing:
                 found = tenant
         return found
 
-    def reload(self) -> bool:
-        """Read the file again. A wrong file is logged and changes nothing. Returns True if it was read."""
+    def reload(self, set_tenants: Callable[[Mapping[str, TenantLimits]], None]) -> None:
+        """Read the file again, and pass its tenants on. A wrong file is logged and changes nothing."""
         if self._file is None:
             log.info("SIGHUP: there is no keys file to read")
-            return False
+            return
         try:
             self._tenants = self._read()
         except ConfigError as error:
             log.error("SIGHUP: the old keys stay: %s", error)
-            return False
+            return
         log.info("SIGHUP: %d keys are in force", len(self._tenants))
-        return True
+        set_tenants(self.tenants)

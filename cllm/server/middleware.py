@@ -1,4 +1,4 @@
-"""ASGI middleware: response headers, trusted hosts, API keys, and limits on headers and bodies.
+"""ASGI middleware: what every request passes before its route, and what its response gets.
 
 Every scope is one of HTTP: the server has neither WebSockets nor a lifespan.
 """
@@ -11,10 +11,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cllm.config import ServerConfig
 from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
+from cllm.frontend.engine_registry import ModelLease
 from cllm.server.dialect import DialectTable, HttpError, respond
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
@@ -22,10 +25,10 @@ from cllm.types import TenantLimits
 PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
-DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
-
-CountRefusal = Callable[[str], None]
-"""Takes the error code of a request that middleware refused."""
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+# In the scope: the server's own `send`, the one that adds headers, and the leases of the request's models.
+DIRECT_SEND, ROUTE_SEND, LEASES = "cllm.direct_send", "cllm.route_send", "cllm.leases"
 
 
 def is_loopback(host: str) -> bool:
@@ -43,19 +46,58 @@ def split_list(setting: str) -> list[str]:
     return [item.strip() for item in setting.split(",") if item.strip()]
 
 
-class HeadersMiddleware:
-    """Finds the dialect of a request; adds `X-Queue-Position` and the dialect's own header. Outermost.
+class RequestMiddleware:
+    """Finds dialect and tenant of a request, refuses what no route may see, and releases its models.
+
+    A foreign `Host` header is refused (403), which is how a rebound DNS name shows, and a missing one (400).
+    A loopback listener accepts the names of this machine, its own address, and `allowed_hosts`. Any other
+    listener accepts every name, unless `allowed_hosts` is set.
+
+    With keys set, every route but `/health` and the page needs one. An operator is an admin's key, or any
+    client of a loopback listener without keys. Operators' routes, and what changes the server's state on
+    other routes, need one. The request's tenant is left in the scope's state, and in `CALLER`; its role says
+    whether it is an operator.
 
     HEAD is answered as GET; the server leaves the body out. The server's own `send` is left in the scope: a
     stream's body need not pass the layers, which only look at its start.
     """
 
-    def __init__(self, app: ASGIApp, dialects: DialectTable) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        keys: KeyRing,
+        dialects: DialectTable,
+        count_refusal: Callable[[str], None],
+    ) -> None:
+        """`count_refusal` takes the error code of a request that is refused for its host or its key."""
         self._app = app
+        self._keys = keys
         self._dialects = dialects
+        self._count_refusal = count_refusal
+        names = split_list(f"{config.host},{config.allowed_hosts}")
+        self._allowed = {name.lower().rstrip(".") for name in names}
+        local = is_loopback(config.host)
+        self._checks_host = (local or bool(config.allowed_hosts)) and "*" not in self._allowed
+        self._is_allowed = lru_cache(256)(self._parse_allowed)
+        self._open = tuple(split_list(config.open_routes))  # of the operators' routes
+        self._closed = keys.closed  # a keys file that is read again is never without keys
+        self._keyless = TenantLimits(role="admin" if local else "user")
+        self._max_bytes, self._max_header_bytes = config.max_body_mb << 20, config.max_header_kb << 10
+        self._inner: ASGIApp = self._admit
+        if origins := split_list(config.cors_origins):
+            self._inner = CORSMiddleware(
+                self._admit,
+                allow_origins=origins,
+                allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
+                allow_methods=["GET", "HEAD", "POST", "DELETE"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=EXPOSED_HEADERS,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") == "HEAD":
+        if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # a copy: the server's own scope says what it must leave out
         dialect = self._dialects.find(scope["path"])
         state = scope.setdefault("state", {})
@@ -64,6 +106,8 @@ class HeadersMiddleware:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if state.get("streaming"):
+                    return  # the head of the stream was sent while its model was loaded
                 position = state.get("queue_position")
                 if position is not None:
                     MutableHeaders(scope=message)["X-Queue-Position"] = str(position)
@@ -71,36 +115,43 @@ class HeadersMiddleware:
                     MutableHeaders(scope=message)[dialect.id_header] = f"req_{secrets.token_hex(12)}"
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
-
-
-class TrustedHostMiddleware:
-    """Refuses a foreign `Host` header (403), which is how a rebound DNS name shows, and a missing one (400).
-
-    A loopback listener accepts the names of this machine, its own address, and `allowed_hosts`. Any other
-    listener accepts every name, unless `allowed_hosts` is set.
-    """
-
-    def __init__(self, app: ASGIApp, host: str, allowed_hosts: str, count_refusal: CountRefusal) -> None:
-        self._app = app
-        self._allowed = {name.lower().rstrip(".") for name in split_list(f"{host},{allowed_hosts}")}
-        self._checks = (is_loopback(host) or bool(allowed_hosts)) and "*" not in self._allowed
-        self._count_refusal = count_refusal
-        self._is_allowed = lru_cache(256)(self._parse_allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
+        refusal: ClientError
         if len(hosts) != 1 and scope["http_version"] != "1.0":
-            await self._refuse(InvalidRequest("send exactly one Host header"), scope, receive, send)
-        elif self._checks and any(host and not self._is_allowed(host.decode("latin-1")) for host in hosts):
+            refusal = InvalidRequest("send exactly one Host header")
+        elif self._checks_host and any(
+            host and not self._is_allowed(host.decode("latin-1")) for host in hosts
+        ):
             message = "this server does not accept this Host header: add its name to --allowed-hosts"
-            await self._refuse(Forbidden(message), scope, receive, send)
+            refusal = Forbidden(message)
         else:
-            await self._app(scope, receive, send)
+            await self._inner(scope, receive, send_with_headers)
+            return
+        self._count_refusal(refusal.code)
+        await respond(scope, refusal)(scope, receive, send_with_headers)
 
-    async def _refuse(self, error: CllmError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._count_refusal(error.code)
-        await respond(scope, error)(scope, receive, send)
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the route for a tenant that may, with a body that is no larger than it may be."""
+        path, state = scope["path"], scope["state"]
+        try:
+            state["tenant"] = self._authenticate(scope) if self._closed else self._keyless
+            # A route of operators that is open to all may be read, not changed.
+            if path.startswith(ADMIN) and not (path in self._open and scope["method"] == "GET"):
+                check_operator(scope, "this route")
+            CALLER.set(Caller(state["tenant"].name, partial(wait_for_disconnect, receive)))
+            receive = self._limit_body(scope, receive)
+        except CllmError as error:
+            if isinstance(error, ClientError):
+                self._count_refusal(error.code)
+            await respond(scope, error)(scope, receive, send)
+            return
+        leases: list[ModelLease] = []
+        scope[LEASES], scope[ROUTE_SEND] = leases, send
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for lease in leases:
+                lease.release()
 
     def _parse_allowed(self, host: str) -> bool:
         if host.startswith("["):
@@ -115,44 +166,6 @@ class TrustedHostMiddleware:
         _, _, domain = name.partition(".")
         return bool(domain) and f"*.{domain}" in self._allowed
 
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client has disconnected. Its request must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class AuthMiddleware:
-    """Denies by default: with keys set, every route but `/health` and the page needs one.
-
-    An operator is an admin's key, or any client of a loopback listener without keys. Operators' routes, and
-    what changes the server's state on other routes, need one. The request's tenant is left in the scope's
-    state, and in `CALLER`; its role says whether it is an operator.
-    """
-
-    def __init__(
-        self, app: ASGIApp, keys: KeyRing, host: str, open_routes: str, count_refusal: CountRefusal
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._open = tuple(split_list(open_routes))  # of the operators' routes
-        self._closed = keys.closed  # a keys file that is read again is never without keys
-        self._keyless = TenantLimits(role="admin" if is_loopback(host) else "user")
-        self._count_refusal = count_refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            state = scope["state"]
-            state["tenant"] = self._authenticate(scope) if self._closed else self._keyless
-            if self._for_operators(scope):
-                check_operator(scope, "this route")
-            CALLER.set(Caller(state["tenant"].name, partial(wait_for_disconnect, receive)))
-        except ClientError as error:
-            self._count_refusal(error.code)
-            await respond(scope, error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
     def _authenticate(self, scope: Scope) -> TenantLimits:
         if scope["path"] in OPEN or scope["path"].startswith(PAGE_FILES):
             return TenantLimits()
@@ -164,10 +177,54 @@ class AuthMiddleware:
             raise Unauthorized("the API key is wrong")
         return tenant
 
-    def _for_operators(self, scope: Scope) -> bool:
-        """True for a route of operators. One that is open to all may be read, not changed."""
-        reads = scope["path"] in self._open and scope["method"] == "GET"
-        return scope["path"].startswith(ADMIN) and not reads
+    def _limit_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Refuse large headers (431), bodies that are not plain JSON (415), and bodies over the limit (413).
+
+        Where the header has a length, it decides: the server reads no more than that. Else a body is counted
+        as it streams in, before anything parses it.
+        """
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        values = dict(headers)
+        kind = values.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        encoding = values.get(b"content-encoding", b"identity").strip().lower()
+        length = values.get(b"content-length", b"")
+        if size > self._max_header_bytes:
+            message = f"the headers are over the limit of {self._max_header_bytes} bytes"
+            raise HttpError(431, "headers_too_large", message)
+        if scope["method"] == "POST" and kind not in (b"", b"application/json"):
+            # Without a type a body is not parsed at all: any page can send one without a preflight request.
+            message = "the body must be JSON: send it with 'Content-Type: application/json'"
+            raise HttpError(415, "unsupported_media_type", message)
+        if scope["method"] == "POST" and encoding != b"identity":
+            message = "the body must not be compressed: send it without 'Content-Encoding'"
+            raise HttpError(415, "unsupported_media_type", message)
+        if length.isdigit() and b"transfer-encoding" not in values:
+            if int(length) > self._max_bytes:
+                raise self._too_large()
+            return receive
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> HttpError:
+        message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
+        return HttpError(413, "payload_too_large", message)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client has disconnected. Its request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def check_operator(scope: Scope, what: str) -> None:
@@ -185,60 +242,3 @@ def _get_key(scope: Scope) -> str | None:
     if (given := headers.get(b"x-api-key")) is not None:
         return str(given.decode("utf-8", "surrogateescape").strip())
     return None
-
-
-class BodyLimitMiddleware:
-    """Refuses large headers (431), bodies that are not plain JSON (415), and bodies over the limit (413).
-
-    Where the header has a length, it decides: the server reads no more than that. Else a body is counted as
-    it streams in, before anything parses it.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int, max_header_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._max_header_bytes = max_header_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in headers)
-        values = dict(headers)
-        kind = values.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        encoding = values.get(b"content-encoding", b"identity").strip().lower()
-        length = values.get(b"content-length", b"")
-        promised = length.isdigit() and b"transfer-encoding" not in values
-        if size > self._max_header_bytes:
-            message = f"the headers are over the limit of {self._max_header_bytes} bytes"
-            refusal = HttpError(431, "headers_too_large", message)
-        elif scope["method"] == "POST" and kind not in (b"", b"application/json"):
-            # Without a type a body is not parsed at all: any page can send one without a preflight request.
-            message = "the body must be JSON: send it with 'Content-Type: application/json'"
-            refusal = HttpError(415, "unsupported_media_type", message)
-        elif scope["method"] == "POST" and encoding != b"identity":
-            message = "the body must not be compressed: send it without 'Content-Encoding'"
-            refusal = HttpError(415, "unsupported_media_type", message)
-        elif promised and int(length) > self._max_bytes:
-            refusal = self._too_large
-        else:
-            await self._app(scope, receive if promised else self._counting(receive), send)
-            return
-        await respond(scope, refusal)(scope, receive, send)
-
-    @property
-    def _too_large(self) -> HttpError:
-        message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
-        return HttpError(413, "payload_too_large", message)
-
-    def _counting(self, receive: Receive) -> Receive:
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max_bytes:
-                raise self._too_large
-            return message
-
-        return counted

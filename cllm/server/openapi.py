@@ -156,9 +156,9 @@ def _content(route: Route, schema: Any) -> dict[str, Any]:
             schema = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if route.events:
-        content[EVENTS] = {"example": b"".join(route.events).decode()}
+        content[EVENTS] = {"example": route.events.decode()}
     if route.lines:
-        content[NDJSON] = {"example": b"".join(route.lines).decode()}
+        content[NDJSON] = {"example": route.lines.decode()}
     return content
 
 

@@ -89,11 +89,6 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _reload_keys(keys: KeyRing, registry: EngineRegistry) -> None:
-    if keys.reload():
-        registry.set_tenants(keys.tenants)
-
-
 class Listeners(list[socket.socket]):
     """The listening sockets of all addresses."""
 
@@ -131,7 +126,7 @@ async def serve(
         # A full collection stops every stream, for 0.15 s on a busy machine; a frozen object is skipped.
         gc.collect()
         gc.freeze()
-        loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, registry)
+        loop.add_signal_handler(signal.SIGHUP, keys.reload, registry.set_tenants)
         host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")

@@ -1,4 +1,4 @@
-"""Server-sent events, the end of requests whose client has disconnected, and the leases of an HTTP request.
+"""Server-sent events, the end of requests whose client has disconnected, and the wait for a model.
 
 While a model is loaded for a request that streams, the head of its stream is sent, and comments. What the
 route answers then is a stream that goes on, or an error, which is the stream's last frame.
@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cllm.errors import ClientGone
 from cllm.frontend.async_calls import merged
@@ -22,13 +22,11 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.dialect import COMMENT, EVENTS, respond
-from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
+from cllm.server.middleware import DIRECT_SEND, ROUTE_SEND, wait_for_disconnect
 from cllm.types import RequestOutput
 
-GONE = 499  # the status of a response whose client has disconnected
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 HEAD_AFTER_S = 1.0  # an error that is known by then has a status of its own
-LEASES = "cllm.leases"  # in the scope
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -76,16 +74,16 @@ class EventStream(Response):
     client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
-    media_type = EVENTS
-
     def __init__(
         self,
         engine: EngineClient,
         streams: Sequence[AsyncOutputStream],
         events: AsyncIterator[bytes],
         beat: bytes = COMMENT,
+        media_type: str = EVENTS,
     ) -> None:
-        super().__init__(headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
+        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._engine = engine
         self._streams = streams
@@ -150,85 +148,36 @@ class EventStream(Response):
         self._writing = False
 
 
-class ModelLeases:
-    """The leases of one HTTP request, and its stream where that was begun before the route answered."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state: dict[str, Any] = scope["state"]
-        self._receive = receive
-        self._send = send
-        self._leases: list[ModelLease] = []
-
-    async def wait(self, loading: Coroutine[Any, Any, ModelLease], *, stream: bool) -> ModelLease:
-        """Wait for a lease; a `stream` shows that it is alive. Raises ClientGone where the client leaves."""
-        task = asyncio.ensure_future(loading)
-        leaving = asyncio.ensure_future(wait_for_disconnect(self._receive))
-        try:
-            while not task.done():
-                beat_s = BEAT_S if self._begun else HEAD_AFTER_S
-                await asyncio.wait(
-                    (task, leaving), timeout=beat_s if stream else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                if leaving.done() and not task.done():
-                    raise ClientGone("the client disconnected")
-                if stream and not task.done():
-                    await self._beat()
-            return self.add(task.result())
-        except BaseException:
-            task.add_done_callback(_release)
-            task.cancel()
-            raise
-        finally:
-            leaving.cancel()
-
-    def add(self, lease: ModelLease) -> ModelLease:
-        """Keep a lease to the end of the response."""
-        self._leases.append(lease)
-        return lease
-
-    def release(self) -> None:
-        for lease in self._leases:
-            lease.release()
-
-    @property
-    def _begun(self) -> bool:
-        """True once the head of a stream has been sent."""
-        return bool(self._state.get("streaming"))
-
-    async def _beat(self) -> None:
-        if not self._begun:
-            headers = [(b"content-type", f"{EVENTS}; charset=utf-8".encode()), *STREAM_HEADERS]
-            self._state["streaming"] = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-
-    async def send(self, message: Message) -> None:
-        """Send what the route answers, without a second head."""
-        if message["type"] != "http.response.start" or not self._begun:
-            await self._send(message)
+async def wait_for_load(
+    http: Request, loading: Coroutine[Any, Any, ModelLease], *, stream: bool
+) -> ModelLease:
+    """Wait for a lease; a `stream` shows that it is alive. Raises ClientGone where the client leaves."""
+    task = asyncio.ensure_future(loading)
+    leaving = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    state, send = http.scope["state"], http.scope[ROUTE_SEND]
+    try:
+        while not task.done():
+            beat_s = BEAT_S if state.get("streaming") else HEAD_AFTER_S
+            await asyncio.wait(
+                (task, leaving), timeout=beat_s if stream else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if leaving.done() and not task.done():
+                raise ClientGone("the client disconnected")
+            if stream and not task.done():
+                if not state.get("streaming"):
+                    headers = [(b"content-type", f"{EVENTS}; charset=utf-8".encode()), *STREAM_HEADERS]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    state["streaming"] = True
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        return task.result()
+    except BaseException:
+        task.add_done_callback(_release)
+        task.cancel()
+        raise
+    finally:
+        leaving.cancel()
 
 
 def _release(task: asyncio.Task[ModelLease]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().release()
-
-
-def get_leases(scope: Scope) -> ModelLeases:
-    """The leases of a request."""
-    leases = scope[LEASES]
-    assert isinstance(leases, ModelLeases)
-    return leases
-
-
-class LeaseMiddleware:
-    """Gives every HTTP request its `ModelLeases`, and releases them after the response. Innermost."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[LEASES] = leases = ModelLeases(scope, receive, send)
-        try:
-            await self._app(scope, receive, leases.send)
-        finally:
-            leases.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -14,8 +13,9 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
 from cllm.messages import Prepare, Prepared
-from cllm.server.generation import GenerationBody
-from cllm.server.sse import get_leases
+from cllm.server.generation import MAX_PRIORITY, GenerationBody
+from cllm.server.middleware import LEASES
+from cllm.server.sse import wait_for_load
 from cllm.text.prompt import Gap, RawText
 from cllm.types import Prompt, Request, SamplingParams
 
@@ -43,20 +43,18 @@ async def use_engine(
     events is sent meanwhile, and comments. Raises ModelNotFound, ModelDoesNotFit, EngineNotReady, QueueFull,
     DeadlineExceeded, and ClientGone where the client leaves meanwhile.
     """
-    registry, leases = get_registry(http), get_leases(http.scope)
-    model = find_model(http, name)
+    registry: EngineRegistry = http.app.state.registry
+    model = registry.find(name or http.query_params.get("model"))
     if model.open:
-        return leases.add(await registry.use(model)).engine
-    try:
-        return (await leases.wait(registry.use(model, timeout_s), stream=stream)).engine
-    except CllmError as error:
-        model.metrics.refused.labels(error.code).inc()
-        raise
-
-
-def model_name(engine: EngineClient, asked: str | None) -> str:
-    """The model's name in a response: as the client wrote it, or the model's own."""
-    return asked or loaded(engine)[0].name
+        lease = await registry.use(model)
+    else:
+        try:
+            lease = await wait_for_load(http, registry.use(model, timeout_s), stream=stream)
+        except CllmError as error:
+            model.metrics.refused.labels(error.code).inc()
+            raise
+    http.scope[LEASES].append(lease)
+    return lease.engine
 
 
 def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tuple[int, ...]:
@@ -75,13 +73,16 @@ async def prepare(
     Raises InvalidRequest, ContextLengthExceeded, and QueueFull before any work.
     """
     engine.check_capacity()
-    plain = [_get_tokens(each) for each in inputs]
     limit = loaded(engine)[1].request_tokens
-    if request.constraint is None and not biases and None not in plain:  # nothing to be tokenised
-        found = [Prompt(tokens) for tokens in plain if tokens is not None]
-        if (longest := max(map(len, found), default=0)) > limit:
+    plain = [
+        Prompt(tuple(piece for piece in each.pieces if isinstance(piece, int)))
+        for each in inputs
+        if isinstance(each, RawText) and not any(isinstance(piece, str) for piece in each.pieces)
+    ]
+    if len(plain) == len(inputs) and not biases and request.constraint is None:  # nothing to be tokenised
+        if (longest := max(map(len, plain), default=0)) > limit:
             raise ContextLengthExceeded(longest, limit)
-        return request, found
+        return request, plain
     task = Prepare(tuple(inputs), limit, request.constraint, tuple(biases))
     prepared = await run_tokenizer(engine, task, Prepared)
     if biases:
@@ -92,14 +93,6 @@ async def prepare(
     return request, [prompt.prompt for prompt in prepared.prompts]
 
 
-def _get_tokens(given: RawText | Gap) -> tuple[int, ...] | None:
-    """The token ids of a prompt without a text; None of any other."""
-    if isinstance(given, Gap):
-        return None
-    tokens = tuple(piece for piece in given.pieces if isinstance(piece, int))
-    return tokens if len(tokens) == len(given.pieces) else None
-
-
 async def tokenize(
     engine: EngineClient, pieces: Sequence[str | int], *, add_special: bool, parse_special: bool
 ) -> tuple[int, ...]:
@@ -108,23 +101,21 @@ async def tokenize(
     return (await run_tokenizer(engine, task, Prepared)).prompts[0].prompt.items
 
 
-def make_request(engine: EngineClient, http: HttpRequest, body: GenerationBody, **fields: Any) -> Request:
-    """The request of a body, for the tenant that sends it; see `build_request`."""
-    return build_request(engine, body, tenant=http.scope["state"]["tenant"].name, **fields)
-
-
-def build_request(
+def make_request(
     engine: EngineClient,
+    http: HttpRequest | None,
     body: GenerationBody,
     *,
     request_id: str,
     max_tokens: int | None,
+    stop: str | tuple[str, ...] | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     sampling: SamplingParams | None = None,
-    **fields: Any,
 ) -> Request:
-    """A body as the engine's request, without a prompt. `max_tokens` None sets no limit but the context's.
+    """A body as the engine's request, without a prompt, for the tenant of `http`. Raises InvalidRequest.
 
-    `fields` are others of `Request`. Raises InvalidRequest.
+    `max_tokens` None sets no limit but the context's; `logprobs` None scores no token.
     """
     info, limits = loaded(engine)
     return Request(
@@ -132,11 +123,14 @@ def build_request(
         max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
         sampling=body.sampling(info.vocabulary_size) if sampling is None else sampling,
         constraint=body.constraint(),
+        stop=(stop,) if isinstance(stop, str) else stop or (),
         min_tokens=body.min_tokens,
-        stop_token_ids=check_tokens(engine, body.stop_token_ids, "stop_token_ids"),
+        stop_token_ids=body.stop_token_ids and check_tokens(engine, body.stop_token_ids, "stop_token_ids"),
+        logprobs=0 if logprobs is None else max(1, logprobs),
+        prompt_logprobs=0 if prompt_logprobs is None else max(1, prompt_logprobs),
         timeout_s=body.timeout,
-        priority=body.priority,
+        priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)),
+        tenant="" if http is None else http.scope["state"]["tenant"].name,
         reuse=body.cache_prompt,
         speculate=body.speculate,
-        **fields,
     )

@@ -22,11 +22,6 @@ def unharmed(tiny: Server) -> Iterator[None]:
     assert "Traceback" not in tiny.log_text
 
 
-def test_unknown_fields_are_ignored(tiny: Server) -> None:
-    plain = tiny.generate("the same", 6)["text"]
-    assert tiny.generate("the same", 6, wibble={"a": [1]}, n=10**9, model="x")["text"] == plain
-
-
 def test_a_prompt_one_short_of_the_limit_gets_its_token(tiny: Server) -> None:
     limit = tiny.get("/model/info")["limits"]["request_tokens"]
     assert tiny.generate("0" * (limit - 1), 5)["generated_tokens"] == 1

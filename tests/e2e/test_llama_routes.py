@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cllm.testing import say
-from tests.driver.server import Server, StartServer, make_client, parse_events, wait_for
+from tests.driver.server import Server, StartServer, parse_events
 
 LLAMA = ("from cllm.cli.main import main; main()", "llama-server")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
@@ -68,12 +66,6 @@ def test_a_completion_has_its_fields_and_equals_the_native_route(tiny: Server) -
     assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["predicted_per_second"] > 0
 
 
-def test_tokens_and_text_are_the_same_prompt(tiny: Server) -> None:
-    tokens = tiny.post("/tokenize", {"content": "1+1="}).json()["tokens"]
-    assert completion(tiny, tokens)["content"] == completion(tiny, "1+1=")["content"]
-    assert tiny.post("/detokenize", {"tokens": tokens}).json() == {"content": "1+1="}
-
-
 def test_control_tokens_are_parsed_in_raw_prompts_as_llama_server_does(embedded: Server) -> None:
     body = {"content": embedded.get("/props")["eos_token"]}
     assert len(embedded.post("/tokenize", body).json()["tokens"]) == 1
@@ -86,37 +78,6 @@ def test_minus_one_means_no_limit_and_a_stop_word_ends_it(tiny: Server) -> None:
     answer = completion(tiny, "Count: 1, 2, 3, 4,", -1, stop=[stop])
     assert answer["stop_type"] == "word" and answer["stopping_word"] == stop
     assert answer["content"] == text[: text.index(stop)]
-
-
-def test_a_stream_ends_with_a_stop_event(tiny: Server) -> None:
-    body = {"prompt": "1+1=", "n_predict": 5, "temperature": 0, "stream": True}
-    pieces = stream(tiny, "/completion", body)
-    assert "".join(piece["content"] for piece in pieces) == completion(tiny, "1+1=", 5)["content"]
-    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert set(pieces[-1]) == FIELDS and (pieces[-1]["content"], pieces[-1]["tokens"]) == ("", [])
-    assert sum(len(piece["tokens"]) for piece in pieces) == 5 == pieces[-1]["tokens_predicted"]
-
-
-def test_the_template_props_and_slots_are_shown(embedded: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    prompt = embedded.post("/apply-template", body).json()["prompt"]
-    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert embedded.get("/props")["total_slots"] == 8
-    assert [slot["is_processing"] for slot in embedded.get("/slots")] == [False] * 8
-
-
-def test_what_a_completion_may_be_asked_for(tiny: Server) -> None:
-    answer = completion(tiny, "1+1=", 3, return_tokens=True, response_fields=["tokens", "timings/prompt_n"])
-    assert set(answer) == {"tokens", "timings/prompt_n"} and len(answer["tokens"]) == 3
-    text = "Once upon a time there was a king who had three daughters. " * 4
-    warmed = completion(tiny, text, 0)
-    assert (warmed["content"], warmed["tokens_predicted"], warmed["stop_type"]) == ("", 0, "limit")
-    assert completion(tiny, text, 1)["timings"]["cache_n"] > 0
-    assert completion(tiny, "1+1=", 1)["timings"]["predicted_per_second"] == 0.0
-    letter = completion(tiny, "1+1=", 4, regex="[a-z]")["content"]
-    banned = completion(tiny, "1+1=", 4, regex="[a-z]", logit_bias=[[letter, False]])["content"]
-    assert len(letter) == len(banned) == 1 and letter != banned
-    assert completion(tiny, "1+1=", 4, grammar="", stop=[""], seed=-7, samplers=["top_k"])["content"]
 
 
 def test_several_prompts_are_several_answers(tiny: Server) -> None:
@@ -139,13 +100,6 @@ def test_a_stream_has_one_token_an_event_where_probabilities_are_asked_for(tiny:
     assert "".join(piece["content"] for piece in pieces) == whole["content"]
 
 
-def test_probabilities_after_sampling(tiny: Server) -> None:
-    answer = completion(tiny, "1+1=", 2, n_probs=3, post_sampling_probs=True)
-    assert len(answer["completion_probabilities"]) == 2
-    for entry in answer["completion_probabilities"]:
-        assert entry["prob"] == 1.0 and [each["prob"] for each in entry["top_probs"]] == [1.0]
-
-
 def test_progress_and_timings_in_a_stream(llama: Server) -> None:
     body = {"prompt": "x " * 300, "n_predict": 2, "return_progress": True, "timings_per_token": True}
     events = stream(llama, "/completion", {**body, "cache_prompt": False})
@@ -163,45 +117,6 @@ def test_a_line_that_is_indented_by_too_little_ends_it(tiny: Server) -> None:
     assert whole["content"].startswith("    a\n  b\n    ccc")
     answer = completion(tiny, "A poem:\n", 300, n_indent=4, **lines)
     assert answer["stop_type"] == "limit" and len(answer["content"]) < len("    a\n  b\n    ccc")
-
-
-def test_tokens_with_their_texts(embedded: Server) -> None:
-    end = embedded.get("/props")["eos_token"]
-    body = {"content": [f"é{end}", 33], "with_pieces": True}
-    tokens = embedded.post("/tokenize", body).json()["tokens"]
-    number = embedded.post("/detokenize", {"tokens": [33]}).json()["content"]
-    assert [token["piece"] for token in tokens][-2:] == [end, number]
-    assert embedded.post("/detokenize", {"tokens": [tokens[-2]["id"]]}).json() == {"content": end}
-    assert embedded.post("/tokenize", {}).json() == {"tokens": []}
-    assert embedded.post("/detokenize", {}).json() == {"content": ""}
-
-
-def test_errors_have_its_shape(embedded: Server) -> None:
-    wrong = embedded.post("/completion", {"prompt": "x", "n_predict": "many"})
-    assert wrong.status_code == 400
-    assert wrong.json()["error"]["code"] == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
-    long = embedded.post("/completion", {"prompt": [1] * 5000}).json()["error"]
-    assert long["type"] == "exceed_context_size_error"
-    assert (long["n_prompt_tokens"], long["n_ctx"]) == (5000, 4096)
-
-
-def test_routes_without_v1(embedded: Server) -> None:
-    assert embedded.post("/chat/completions", CHAT).json()["object"] == "chat.completion"
-    assert (
-        embedded.post("/responses", {"input": "Hi", "max_output_tokens": 16}).json()["object"] == "response"
-    )
-    counts = [
-        embedded.post(path, {"messages": CHAT["messages"], "input": "Hi"}).json()["input_tokens"]
-        for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
-    ]
-    assert counts[0] == counts[1] > 1
-    assert embedded.post("/responses/input_tokens", {"input": "Hi"}).json()["input_tokens"] == counts[0]
-    assert embedded.get("/v1/health")["status"] == "ok"
-    (model,) = embedded.get("/models")["data"]
-    assert model["meta"]["n_ctx"] == 4096 and model["meta"]["n_vocab"] > 0
-    assert embedded.get("/lora-adapters") == []
-    assert embedded.post("/props", {}).status_code == 501
-    assert embedded.post("/slots/0?action=save", {"filename": "x"}).status_code == 501
 
 
 def test_the_command_line_says_what_a_request_leaves_out(llama: Server) -> None:
@@ -273,57 +188,6 @@ def test_slots_are_saved_restored_and_erased(llama: Server) -> None:
     assert llama.post("/slots/0?action=restore", {"filename": "one.bin"}).status_code == 404
     assert llama.post("/slots/0?action=save", {"filename": "one.bin"}).status_code == 400, "it is empty"
     assert llama.post("/props", {}).json() == {"success": True}
-
-
-def test_a_slot_that_computes_shows_its_request(scripted: Server) -> None:
-    """750 tokens take the scripted model three seconds, however fast the machine is."""
-    body = {"prompt": say("secret " * 107), "n_predict": 750, "stream": True}
-
-    def find_busy() -> list[Any]:
-        found = [slot for slot in scripted.get("/slots") if slot["is_processing"]]
-        return [slot for slot in found if slot["next_token"][0]["n_decoded"] > 0]
-
-    wait_for(scripted.idle)
-    with make_client(base_url=scripted.url) as client, client.stream("POST", "/completion", json=body):
-        (slot,) = wait_for(find_busy)
-    assert slot["params"]["n_predict"] == 750 and "secret" not in json.dumps(slot)
-
-
-def test_chats_have_its_timings_and_forms(llama: Server) -> None:
-    whole = llama.post("/v1/chat/completions", CHAT).json()
-    assert whole["system_fingerprint"].startswith("cllm-") and "__verbose" not in whole
-    assert whole["timings"]["predicted_n"] == 3 and whole["timings"]["prompt_ms"] > 0
-    *chunks, last = stream(llama, "/v1/chat/completions", CHAT)
-    assert last["timings"]["predicted_n"] == 3 and not any("timings" in chunk for chunk in chunks)
-    usage = {"stream_options": {"include_usage": True}}
-    *_, before, last = stream(llama, "/v1/chat/completions", {**CHAT, **usage})
-    assert "timings" in last and last["usage"]["completion_tokens"] == 3 and "timings" not in before
-    asked = {"return_progress": True, "timings_per_token": True, "reasoning_format": "deepseek"}
-    _, *chunks = stream(llama, "/chat/completions", {**CHAT, **asked})
-    assert chunks[0]["prompt_progress"]["total"] == whole["usage"]["prompt_tokens"]
-    timed = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
-    assert timed[-1] == 3 and "timings" in chunks[-1] and "prompt_progress" not in chunks[-1]
-    verbose = llama.post("/v1/chat/completions", {**CHAT, "verbose": True}).json()["__verbose"]
-    assert (
-        verbose["prompt"].endswith("<|im_start|>assistant\n")
-        and verbose["generation_settings"]["n_predict"] == 3
-    )
-    for path, body in (("/v1/completions", {"prompt": "abc", "max_tokens": 2}),):
-        assert llama.post(path, body).json()["timings"]["predicted_n"] == 2
-        assert stream(llama, path, body)[-1]["timings"]["predicted_n"] == 2
-
-
-def test_a_json_object_may_have_a_schema(embedded: Server) -> None:
-    closed = {"required": ["a"], "additionalProperties": False}  # the model cannot go on with other keys
-    schema = {"type": "object", "properties": {"a": {"const": 7}}, **closed}
-    form = {"response_format": {"type": "json_object", "schema": schema}, "max_tokens": 16}
-    answer = embedded.post("/chat/completions", {**CHAT, **form}).json()
-    assert json.loads(answer["choices"][0]["message"]["content"])["a"] == 7
-
-
-def test_a_template_without_the_opening_of_the_answer(embedded: Server) -> None:
-    body = {"messages": CHAT["messages"], "add_generation_prompt": False}
-    assert embedded.post("/apply-template", body).json()["prompt"].endswith("Hi<|im_end|>\n")
 
 
 def test_several_addresses_and_a_vector_for_each_token(start: StartServer, tiny_model: Path) -> None:

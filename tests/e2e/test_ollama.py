@@ -187,12 +187,6 @@ def test_models_are_listed_and_shown(real: ollama.Client, tiny: Server) -> None:
     assert [int(part) for part in tiny.get("/api/version")["version"].split(".")] >= [0, 6, 4]
 
 
-def test_clients_find_it_at_the_root(scripted: Server) -> None:
-    assert scripted.client.head("/").status_code == 200
-    answer = scripted.client.get("/")
-    assert answer.status_code == 200 and "is running" in answer.text
-
-
 def test_a_failure_inside_a_stream_is_a_line(client: ollama.Client, scripted: Server) -> None:
     body = {"model": "fake", "messages": ask(say("begun", fails=True))}
     answer = scripted.post("/api/chat", body)
@@ -208,11 +202,6 @@ def test_a_client_that_leaves_cancels_its_request(client: ollama.Client, scripte
     next(parts)
     parts.close()  # type: ignore[attr-defined]
     wait_for(scripted.idle)
-
-
-def test_logprobs(client: ollama.Client) -> None:
-    answer = client.chat("fake", ask(say("abc")), logprobs=True, top_logprobs=1)
-    assert [entry.token for entry in answer.logprobs or ()] == ["a", "b", "c"]
 
 
 def test_operators_pull_and_delete_models(start: StartServer, tmp_path: Path) -> None:

@@ -120,13 +120,6 @@ def test_logprobs_hold_the_chosen_token(client: openai.OpenAI) -> None:
     assert "".join(old.choices[0].logprobs.tokens or []) == old.choices[0].text
 
 
-def test_best_of_answers_the_likeliest(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="any", prompt="The sky is", max_tokens=4, n=1, best_of=4, temperature=1, seed=1
-    )
-    assert len(answer.choices) == 1 and answer.usage is not None and answer.usage.completion_tokens == 16
-
-
 def test_json_schema_is_honoured(real: openai.OpenAI) -> None:
     for seed in range(3):
         answer = real.chat.completions.create(
@@ -203,22 +196,6 @@ def test_parse_gives_a_model(real: openai.OpenAI) -> None:
         model="any", messages=QUESTION, response_format=Weather, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Weather)
-
-
-def test_any_json_object_begins_like_one(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="any", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=6
-    )
-    assert (answer.choices[0].message.content or "").startswith("{")
-
-
-def test_four_answers_to_one_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="any", messages=QUESTION, n=4, max_tokens=8, temperature=1.5, seed=5
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert len({choice.message.content for choice in answer.choices}) > 1
-    assert answer.usage is not None and answer.usage.completion_tokens == 32
 
 
 def test_a_full_queue_is_a_rate_limit_error(start: StartServer, tiny_model: Path) -> None:

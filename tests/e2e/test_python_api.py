@@ -183,18 +183,9 @@ def test_an_assistant_message_at_the_end_is_continued(llm: LLM, tiny: Server) ->
     ("options", "field"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": FORCED}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"n": 0}, "n"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"stop_token_ids": [10**7]}, "stop_token_ids"),
-        ({"min_tokens": -1}, "min_tokens"),
         ({"reasoning_budget": -2}, "reasoning_budget"),
     ],
 )

@@ -26,11 +26,6 @@ def test_encode_and_decode_round_trip(tiny: Server, embedded: Server, text: str)
         assert server.post("/decode", {"tokens": encoded["tokens"]}).json() == {"text": text}
 
 
-def test_nothing_encodes_to_nothing(tiny: Server) -> None:
-    assert tiny.post("/encode", {"text": ""}).json() == {"tokens": [], "length": 0}
-    assert tiny.post("/decode", {"tokens": []}).json() == {"text": ""}
-
-
 def test_model_info(tiny: Server) -> None:
     info = tiny.get("/model/info")
     names = ("architecture", "vocabulary_size", "context_train", "embedding_length", "layers")
@@ -135,14 +130,3 @@ def test_what_is_in_use_is_apart_from_what_is_cached_and_can_be_cleared(tiny: Se
     assert tiny.kv()["cells"]["cached"] == 0
     assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
     assert tiny.kv()["cells"]["cached"] == 0, "it leaves nothing behind"
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [("PUT", "/v1/responses/resp_1", "DELETE, GET"), ("DELETE", "/health", "GET")],
-)
-def test_another_method_is_refused_with_all_that_there_are(
-    tiny: Server, method: str, path: str, allowed: str
-) -> None:
-    answer = tiny.client.request(method, path)
-    assert (answer.status_code, answer.headers.get("allow")) == (405, allowed)

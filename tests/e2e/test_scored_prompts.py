@@ -94,23 +94,6 @@ def test_prompt_logprobs_by_token_id(tiny: Server) -> None:
     assert "prompt_logprobs" not in complete(tiny, max_tokens=1)["choices"][0]
 
 
-def test_prompts_of_chats_have_them_too(tiny: Server) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-    answer = tiny.post("/v1/chat/completions", {**asked, "prompt_logprobs": 1}).json()
-    first, *scored = answer["prompt_logprobs"]
-    assert first is None and len(scored) == answer["usage"]["prompt_tokens"] - 1
-    assert all(1 <= len(entry) <= 2 for entry in scored)
-    assert "prompt_logprobs" not in tiny.post("/v1/chat/completions", asked).json()
-    refused = tiny.post("/v1/chat/completions", {**asked, "prompt_logprobs": 1, "stream": True})
-    assert refused.status_code == 400 and "cannot be streamed" in refused.json()["error"]["message"]
-
-
-def test_no_tokens_are_an_answer(tiny: Server) -> None:
-    answer = complete(tiny, max_tokens=0, echo=True)
-    assert answer["choices"][0]["text"] == PROMPT and answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 0
-
-
 def test_stop_tokens_and_least_lengths(tiny: Server) -> None:
     answer = get_tokens(tiny, 8)
     stop = answer[3]

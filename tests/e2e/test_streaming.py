@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.driver.server import Server, parse_events, stream_text
+from tests.driver.server import Server, stream_text
 
 
 def stream(server: Server, prompt: str, max_tokens: int = 16, **fields: Any) -> list[Any]:
@@ -17,26 +17,6 @@ def stream(server: Server, prompt: str, max_tokens: int = 16, **fields: Any) -> 
 @pytest.mark.parametrize("prompt", ["Tell me a joke.", "What is AI?", "1+1="])
 def test_pieces_joined_are_the_text_of_generate(tiny: Server, prompt: str) -> None:
     assert stream_text(stream(tiny, prompt, 24)) == tiny.generate(prompt, 24)["text"] != ""
-
-
-def test_generate_with_stream_true_is_generate_stream(tiny: Server) -> None:
-    body = {"prompt": "streamed", "max_tokens": 12, "temperature": 0, "stream": True}
-    with tiny.client.stream("POST", "/generate", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = list(parse_events(response.iter_lines()))
-    assert (
-        stream_text(events)
-        == stream_text(stream(tiny, "streamed", 12))
-        == tiny.generate("streamed", 12)["text"]
-    )
-    assert {key for event in events for key in event} == {
-        "id",
-        "token",
-        "done",
-        "generated_tokens",
-        "finish_reason",
-        "usage",
-    }
 
 
 def test_emoji_of_a_real_vocabulary_arrive_whole(embedded: Server) -> None:

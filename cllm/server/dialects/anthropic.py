@@ -12,42 +12,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from cllm.chat.conversation import (
-    MESSAGE_JOINT,
-    Conversation,
-    MessageBuilder,
-    ToolChoice,
-    note_media,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
+from cllm.frontend.async_calls import loaded
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
-from cllm.server.dialect import Dialect, StructResponse, encode_named, get_status
-from cllm.server.dialects.openai.bodies import (
-    CONVERSATION,
-    MAX_TOOLS,
-    MESSAGES,
-    PARAMETERS,
-    QUESTION,
-    REASONING,
-    SCHEMA,
-    TOOL_CHOICE,
-    Arguments,
-    CallId,
-    Effort,
-    FunctionName,
-    ReasoningBudget,
-    TemplateOptions,
-    ToolDescription,
-    take_tools,
-)
+from cllm.server.dialect import Dialect, encode_named, get_status
+from cllm.server.dialects.openai import bodies
 from cllm.server.generation import GenerationBody
-from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.submit import make_request, use_engine
 from cllm.text.argument_values import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
@@ -64,9 +40,9 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "redacted_thinking": (),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
-_TEXT = {"type": "text", "text": QUESTION}
+_TEXT = {"type": "text", "text": bodies.QUESTION}
 _TOOL = {"name": "now", "input_schema": {}}
-_FORM = {"type": "json_schema", "schema": SCHEMA}
+_FORM = {"type": "json_schema", "schema": bodies.SCHEMA}
 
 
 class AnthropicDialect(Dialect):
@@ -106,17 +82,19 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     """
 
     type: Annotated[str, about("`text`, `tool_use`, `tool_result`, `thinking`, `document` …", "text")]
-    text: Annotated[str | None, about("The text; control tokens in it stay plain text", QUESTION)] = None
-    id: CallId = None
+    text: Annotated[str | None, about("The text; control tokens in it stay plain text", bodies.QUESTION)] = (
+        None
+    )
+    id: bodies.CallId = None
     name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
-    input: Arguments = "{}"
+    input: bodies.Arguments = "{}"
     tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
     content: Annotated[
         str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
         about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
     ] = None
     is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
-    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", REASONING)] = None
+    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", bodies.REASONING)] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +104,11 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
             return {"type": kind, "text": _find_text(value)}
         return {name: value[name] for name in ("type", *fields) if name in value}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         needed = _NEEDED.get(self.kind, "type")
         if getattr(self, needed) is None:
             raise ValueError(f"{needed!r} is missing")
-        self.input = write_arguments(self.input)
+        self.input = chats.write_arguments(self.input)
 
     @property
     def kind(self) -> str:
@@ -140,15 +118,15 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     @property
     def shown(self) -> str:
         """The text, or a note in its place."""
-        return self.text or ("" if self.kind == "text" else note_media(self.type))
+        return self.text or ("" if self.kind == "text" else chats.note_media(self.type))
 
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
+    def add_to(self, builder: chats.MessageBuilder, role: str) -> None:
         """Add the block to the messages of a conversation. Raises InvalidRequest."""
         match self.kind if role == "assistant" or self.kind == "tool_result" else None:
             case "tool_use":
                 builder.add_tool_call(self.id, self.name or "", self.input)
             case "tool_result":
-                text = MESSAGE_JOINT.join(list_texts(self.content))
+                text = chats.MESSAGE_JOINT.join(list_texts(self.content))
                 builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
             case "thinking":
                 if self.thinking:
@@ -169,7 +147,7 @@ def _find_text(block: dict[str, Any]) -> str:
     found = [source.get("data")] if isinstance(source, dict) and source.get("type") == "text" else []
     if isinstance(content, list):
         found += [part.get("text") for part in content if isinstance(part, dict)]
-    return MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
+    return chats.MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
 
 
 Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
@@ -187,14 +165,12 @@ def join_system(content: Blocks) -> str:
     That line is for Anthropic's accounting and differs by session. Left in front, it would change the
     prefix of a prompt that is otherwise the same.
     """
-    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, list_texts(content))))
-
-
-def _drop_billing_header(text: str) -> str:
-    if not text.startswith(BILLING_HEADER):
-        return text
-    log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
-    return text.partition("\n")[2]
+    texts = list_texts(content)
+    for index, text in enumerate(texts):
+        if text.startswith(BILLING_HEADER):
+            log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
+            texts[index] = text.partition("\n")[2]
+    return chats.MESSAGE_JOINT.join(filter(None, texts))
 
 
 class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
@@ -206,10 +182,10 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
     ]
     content: Annotated[
         Blocks,
-        about("Text, or blocks: text, tool calls and their results, reasoning", QUESTION, [_TEXT]),
+        about("Text, or blocks: text, tool calls and their results, reasoning", bodies.QUESTION, [_TEXT]),
     ]
 
-    def add_to(self, builder: MessageBuilder) -> None:
+    def add_to(self, builder: chats.MessageBuilder) -> None:
         """Add the message to those of a conversation. Raises InvalidRequest."""
         if self.role == "system":
             if system := join_system(self.content):
@@ -225,9 +201,9 @@ class AnthropicTool(msgspec.Struct, Body, kw_only=True):
     """A tool of the client. `cache_control` is ignored."""
 
     type: Annotated[Literal["custom"] | None, about("May be left out", "custom")] = "custom"
-    name: FunctionName
-    description: ToolDescription = None
-    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", PARAMETERS)]
+    name: bodies.FunctionName
+    description: bodies.ToolDescription = None
+    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", bodies.PARAMETERS)]
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
@@ -235,26 +211,26 @@ class AnthropicTool(msgspec.Struct, Body, kw_only=True):
 
 class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["auto", "any", "tool", "none"], about("`any`, `tool`: one must be called")]
-    name: Annotated[FunctionName | None, about("With `tool`: its name", "get_weather")] = None
+    name: Annotated[bodies.FunctionName | None, about("With `tool`: its name", "get_weather")] = None
     disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("name is required with type tool, and with no other")
 
 
 class ThinkingBody(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["enabled", "disabled", "adaptive"], about("The template's `enable_thinking`")]
-    budget_tokens: ReasoningBudget = None
+    budget_tokens: bodies.ReasoningBudget = None
 
 
 class JsonFormat(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["json_schema"], about("Always `json_schema`")]
-    schema: Annotated[dict[str, Any], about("Of the answer", SCHEMA)]
+    schema: Annotated[dict[str, Any], about("Of the answer", bodies.SCHEMA)]
 
 
 class OutputConfig(msgspec.Struct, Body, kw_only=True):
-    effort: Annotated[Effort, about("A variable for the chat template: `reasoning_effort`")] = None
+    effort: Annotated[bodies.Effort, about("A variable for the chat template: `reasoning_effort`")] = None
     format: Annotated[JsonFormat | None, about("A schema for the answer", _FORM)] = None
 
 
@@ -262,53 +238,54 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
-    EXAMPLE = {"messages": MESSAGES}
+    EXAMPLE = {"messages": bodies.MESSAGES}
 
     model: ModelName = None
-    messages: Annotated[list[AnthropicMessage], CONVERSATION]
+    messages: Annotated[list[AnthropicMessage], bodies.CONVERSATION]
     system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
-    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
-    tool_choice: Annotated[ToolChoiceBody | None, about(TOOL_CHOICE, {"type": "auto"})] = None
+    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=bodies.MAX_TOOLS)] = []
+    tool_choice: Annotated[ToolChoiceBody | None, about(bodies.TOOL_CHOICE, {"type": "auto"})] = None
     thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
     output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
     output_format: Annotated[JsonFormat | None, about("`output_config.format` before", _FORM)] = None
     temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
-    chat_template_kwargs: TemplateOptions = None
+    chat_template_kwargs: bodies.TemplateOptions = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return take_tools(super().prepare(value), "custom", default="custom")
+        return bodies.take_tools(super().prepare(value), "custom", default="custom")
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self._choice.check([tool.name for tool in self.tools])
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         if (wanted := self.tool_choice) is None:
-            return ToolChoice()
+            return chats.ToolChoice()
         if wanted.type == "tool":
-            return ToolChoice.only(wanted.name or "")
-        return ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
+            return chats.ToolChoice.only(wanted.name or "")
+        return chats.ToolChoice.of(wanted.type, parallel=not wanted.disable_parallel_tool_use)
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = (self.output_config and self.output_config.format) or self.output_format
         return None if wanted is None else wanted.schema
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
-        builder = MessageBuilder("messages", combine=True)
+        builder = chats.MessageBuilder("messages", combine=True)
         builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
-        options = dict(self.chat_template_kwargs or {})
+        thinking, config = (
+            self.thinking or ThinkingBody(type="adaptive"),
+            self.output_config or OutputConfig(),
+        )
+        options: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
         if self.thinking is not None:
-            options.setdefault("enable_thinking", self.thinking.type != "disabled")
-        if self.output_config is not None and self.output_config.effort is not None:
-            options.setdefault("reasoning_effort", self.output_config.effort)
-        return Conversation(
+            options["enable_thinking"] = thinking.type != "disabled"
+        return chats.Conversation(
             messages=builder.build(),
-            options=options,
-            think=self.thinking is None or self.thinking.type != "disabled",
-            reasoning_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            options={**options, **(self.chat_template_kwargs or {})},
+            think=thinking.type != "disabled",
+            reasoning_budget=thinking.budget_tokens,
             **self._choice.apply([tool.tool() for tool in self.tools]),
         )
 
@@ -316,7 +293,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
-    EXAMPLE = {"max_tokens": 64, "messages": MESSAGES}
+    EXAMPLE = {"max_tokens": 64, "messages": bodies.MESSAGES}
 
     max_tokens: Annotated[
         TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
@@ -327,8 +304,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     stream: Annotated[bool, about("Answer as server-sent events")] = False
     metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.set_limit("max_tokens")
 
 
@@ -519,8 +496,8 @@ def _render(change: BlockEvent) -> Iterator[MessageEvent]:
         yield MessageEvent("content_block_stop", index=block.index)
 
 
-@anthropic.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)
-async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+@anthropic.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = make_request(
@@ -532,13 +509,13 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         stop=body.stop_sequences,
     )
     session = await open_chat(engine, body.conversation(), request)
-    name = model_name(engine, body.model)
+    name = body.model or loaded(engine)[0].name
     renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
     return await renderer.respond(http, session, stream=body.stream)
 
 
 @anthropic.post(f"{ROUTE}/count_tokens", TokenCount(14))
-async def count(body: CountBody, http: HttpRequest) -> Response:
+async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    return StructResponse(TokenCount(await count_tokens(engine, body.conversation(), body.constraint())))
+    return TokenCount(await count_tokens(engine, body.conversation(), body.constraint()))

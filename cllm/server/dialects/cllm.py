@@ -17,8 +17,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
-from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode
-from cllm.server.dialects.openai.bodies import Stops, list_stops
+from cllm.server.dialect import COMMENT, Dialect, encode
+from cllm.server.dialects.openai.bodies import Stops
 from cllm.server.generation import GenerationBody
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
@@ -57,8 +57,7 @@ class GenerateBody(GenerationBody, frozen=True, kw_only=True):
     stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
     stream: Annotated[bool, about("Send server-sent events")] = False
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self.set_limit("max_tokens")
 
 
@@ -170,16 +169,9 @@ MODEL_EXAMPLE = ModelInfoResponse(
 )
 
 
-_EVENTS = (
-    encode(GenerateEvent(id="8f0c", token=" there")),
-    encode(
-        GenerateEndEvent(
-            id="8f0c",
-            generated_tokens=3,
-            finish_reason=FinishReason.LENGTH,
-            usage=Usage(prompt_tokens=4, completion_tokens=3),
-        )
-    ),
+_USAGE = Usage(prompt_tokens=4, completion_tokens=3)
+_EVENTS = encode(GenerateEvent(id="8f0c", token=" there")) + encode(
+    GenerateEndEvent(id="8f0c", generated_tokens=3, finish_reason=FinishReason.LENGTH, usage=_USAGE)
 )
 
 
@@ -209,14 +201,14 @@ async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequ
         body,
         request_id=uuid.uuid4().hex,
         max_tokens=body.max_tokens,
-        stop=list_stops(body.stop),
+        stop=body.stop,
     )
     request, (prompt,) = await prepare(engine, request, [RawText((body.prompt,))])
     return msgspec.structs.replace(request, prompt=prompt)
 
 
 @cllm.post("/generate", EXAMPLE, events=_EVENTS, computes=True)
-async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | Response:
     """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
     if body.stream:
         return await generate_stream(body, http)
@@ -239,7 +231,7 @@ async def generate(body: GenerateBody, http: HttpRequest) -> Response:
         finish_reason=last.finish_reason,
         usage=last.usage,
     )
-    return StructResponse(GenerateResponse(data=data))
+    return GenerateResponse(data=data)
 
 
 @cllm.post("/generate_stream", None, events=_EVENTS, computes=True)
@@ -251,23 +243,23 @@ async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
 
 
 @cllm.post("/encode", EncodeResponse((6403, 1980, 253, 655), 4))
-async def encode_text(body: EncodeBody, http: HttpRequest) -> Response:
+async def encode_text(body: EncodeBody, http: HttpRequest) -> EncodeResponse:
     """Convert text to token ids."""
     engine = await use_engine(http, body.model)
     tokens = await tokenize(engine, (body.text,), add_special=True, parse_special=False)
-    return StructResponse(EncodeResponse(tokens, len(tokens)))
+    return EncodeResponse(tokens, len(tokens))
 
 
 @cllm.post("/decode", DecodeResponse("Once upon"))
-async def decode_tokens(body: DecodeBody, http: HttpRequest) -> Response:
+async def decode_tokens(body: DecodeBody, http: HttpRequest) -> DecodeResponse:
     """Convert token ids to text."""
     engine = await use_engine(http, body.model)
     task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
-    return StructResponse(DecodeResponse((await run_tokenizer(engine, task, Text)).text))
+    return DecodeResponse((await run_tokenizer(engine, task, Text)).text)
 
 
 @cllm.get("/model/info", MODEL_EXAMPLE)
-async def model_info(http: HttpRequest) -> Response:
+async def model_info(http: HttpRequest) -> ModelInfoResponse:
     """Describe the model that is served, and its limits."""
     info, limits = loaded(await use_engine(http))
-    return StructResponse(ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))
+    return ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits)

@@ -27,18 +27,27 @@ class PromptObject(msgspec.Struct, Body, kw_only=True):
 
     prompt_string: Annotated[str, about("The text", "1+1=")]
 
+    @property
+    def text(self) -> str:
+        return self.prompt_string
+
 
 Pieces = Annotated[list[str | TokenId], Meta(min_length=1)]
 Prompts = str | PromptObject | Annotated[list[str | TokenId | PromptObject | Pieces], Meta(min_length=1)]
 
 
-def split_prompts(given: Any) -> list[list[str | int]]:
-    """Prompts as texts and token ids, one list each: a list with a number in it is one prompt."""
-    if isinstance(given, list) and not any(isinstance(part, int) for part in given):
-        return [pieces for part in given for pieces in split_prompts(part)]
-    if isinstance(given, list):
-        return [given]
-    return [[given.prompt_string if isinstance(given, PromptObject) else given]]
+def has_tokens(value: Any) -> bool:
+    """Test whether a list has token ids, which makes it one input."""
+    return isinstance(value, list) and any(isinstance(part, int) for part in value)
+
+
+def split_inputs(value: Any) -> list[list[str | int]]:
+    """Each prompt or input as texts and token ids: a list with a number in it is one input."""
+    if has_tokens(value):
+        return [value]
+    if isinstance(value, list):
+        return [pieces for part in value for pieces in split_inputs(part)]
+    return [[value if isinstance(value, str) else value.text]]
 
 
 class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -111,8 +120,7 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
             del value["grammar"]
         return value
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         if (count := len(self.prompts) * self.n_cmpl) > MAX_PROMPTS:
             raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
         if any(not isinstance(piece, str | int) for pieces in self.prompts for piece in pieces):
@@ -120,7 +128,7 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> list[list[str | int]]:
-        return split_prompts(self.prompt)
+        return split_inputs(self.prompt)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast, get_args
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cllm import __version__
 from cllm.chat.session import ChatSession, count_tokens
@@ -24,7 +23,8 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
-from cllm.server.dialect import COMMENT, Dialect, StructResponse, encode, get_status
+from cllm.server import submit
+from cllm.server.dialect import COMMENT, Dialect, encode, get_status
 from cllm.server.dialects import llama_body as shapes
 from cllm.server.dialects.llama_body import LlamaCompletionBody
 from cllm.server.dialects.openai import openai
@@ -32,22 +32,12 @@ from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
 from cllm.server.sse import EventStream, collect
-from cllm.server.submit import (
-    check_tokens,
-    find_model,
-    get_registry,
-    make_request,
-    prepare,
-    use_engine,
-)
-from cllm.server.submit import tokenize as tokenize_pieces
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Health, Request, RequestOutput
 
 PROBED = 64  # candidates that probabilities after sampling are made of
 PROGRESS_S = 0.25  # between two looks at a prompt that is computed
-ChoiceOutput = tuple[int, RequestOutput]
 _replace = msgspec.structs.replace
 
 
@@ -212,21 +202,14 @@ class Completions(NamedTuple):
         )
         return shapes.select_fields(answer, body.response_fields) if body.response_fields else answer
 
-    async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
+    async def events(self, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
         """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
         yield COMMENT  # there is no event before the first token
-        outputs = merged(streams)
-        if self.body.return_progress:
-            first = asyncio.ensure_future(anext(outputs))
-            total = len(self.prompts[0][0])
-            async for progress in watch_prompt(engine, streams[0], total, first):
-                yield encode(shapes.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
-            outputs = _chain(await first, outputs)
         generated = [0] * len(streams)
         lines = [False] * len(streams)
-        async for index, output in outputs:
+        async for index, output in merged(streams):
             if output.error is not None:
-                yield llama_server.frame_failure(output.error)
+                yield llama_server.frame_error(output.error.error())
                 return
             lines[index] = lines[index] or "\n" in output.text
             for piece in self._split(output):
@@ -265,31 +248,37 @@ class Completions(NamedTuple):
             yield _replace(output, text=own, tokens=(token,), logprobs=(entry,))
 
 
-async def watch_prompt(
-    engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
-) -> AsyncIterator[PromptProgress]:
-    """Report the progress of a prompt of `total` tokens until the `first` output of its stream is there."""
+async def add_progress(
+    engine: EngineClient,
+    stream: AsyncOutputStream,
+    total: int,
+    events: AsyncIterator[bytes],
+    begins: int,
+    make: Callable[..., Any],
+) -> AsyncIterator[bytes]:
+    """The events of an answer; after those that it begins with, `make` events of the prompt's progress.
+
+    The prompt of the `stream` has `total` tokens.
+    """
+    for _ in range(begins):
+        yield await anext(events)
+    first = asyncio.ensure_future(anext(events))
     try:
         while not first.done():
             await asyncio.wait((first,), timeout=PROGRESS_S)
-            processed = total if first.done() else await _count_cells(engine, stream.request_id)
+            processed = total
+            if not first.done():
+                leases = (await asyncio.wrap_future(engine.inspect())).leases
+                processed = sum(each.position for each in leases if each.request_id == stream.request_id)
             elapsed_ms = 1000 * (time.perf_counter() - stream.started)
-            yield PromptProgress(total, 0, min(total, processed), elapsed_ms)
+            progress = PromptProgress(total, 0, min(total, processed), elapsed_ms)
+            yield encode(make(prompt_progress=progress))
     except BaseException:
         first.cancel()
         raise
-
-
-async def _count_cells(engine: EngineClient, request_id: str) -> int:
-    """Count the KV cells that a request holds between two steps."""
-    leases = (await asyncio.wrap_future(engine.inspect())).leases
-    return sum(lease.position for lease in leases if lease.request_id == request_id)
-
-
-async def _chain(first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]) -> AsyncIterator[ChoiceOutput]:
-    yield first
-    async for output in rest:
-        yield output
+    yield await first
+    async for event in events:
+        yield event
 
 
 async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
@@ -304,22 +293,22 @@ async def complete(
     http: HttpRequest,
     inputs: Sequence[RawText | Gap],
     texts: Sequence[str | None],
-) -> Response:
+) -> Any:
     """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
 
     `texts` are the prompts as the answers show them; None: as their tokens are spelled.
     """
     probed = PROBED if body.post_sampling_probs else body.n_probs
-    request = make_request(
+    request = submit.make_request(
         engine,
         http,
         body,
         request_id=uuid.uuid4().hex,
         max_tokens=None if body.n_predict < 0 else body.n_predict,
         stop=body.stops,
-        logprobs=probed if body.n_probs else 0,
+        logprobs=probed if body.n_probs else None,
     )
-    request, prompts = await prepare(engine, request, inputs, body.biases)
+    request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [
         await spell(engine, tokens.items) if text is None else text
         for tokens, text in zip(prompts, texts, strict=True)
@@ -339,38 +328,43 @@ async def complete(
             end = partial(loop.call_soon, engine.cancel, stream.request_id)
             stream.limits = LineLimits(body.n_indent, body.t_max_predict_ms / 1000, end)
     if body.stream:
-        return EventStream(engine, streams, call.events(engine, streams))
+        events = call.events(streams)
+        if body.return_progress:
+            total = len(prompts[0])
+            make = partial(shapes.LlamaEvent, tokens_evaluated=total)
+            events = add_progress(engine, streams[0], total, events, 1, make)
+        return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
     found = [
         call.whole(index, stream, outputs)
         for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
     ]
-    return StructResponse(found[0] if len(found) == 1 else found)
+    return found[0] if len(found) == 1 else found
 
 
 # Routes ------------------------------------------------------------------------------------------------
 
-_EVENTS = (encode(shapes.LlamaEvent(content="2", tokens=(34,))), encode(shapes.COMPLETION_EXAMPLE))
+_EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.COMPLETION_EXAMPLE)
 
 
 @llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
 @llama_server.post("/completions", shown=False)
-async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Response:
+async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
-    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     inputs: list[RawText] = []
     texts: list[str | None] = []
     for pieces in body.prompts:
-        check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
+        submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
         inputs.append(RawText(tuple(pieces), parse_special=True))
         texts.append(pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else None)
     return await complete(engine, body, http, inputs, texts)
 
 
 @llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
-async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
+async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
-    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     limit = loaded(engine)[1].request_tokens
     # The text is cut at its far ends so that the answer fits.
     reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
@@ -378,56 +372,54 @@ async def infill(body: shapes.InfillBody, http: HttpRequest) -> Response:
 
 
 @llama_server.post("/tokenize", shapes.LlamaTokens((33, 27, 33, 45)))
-async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> Response:
+async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.LlamaTokens:
     """Convert text to token ids."""
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     pieces = [body.content] if isinstance(body.content, str) else body.content
-    check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
+    submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
     special = {"add_special": body.add_special, "parse_special": body.parse_special}
-    tokens = await tokenize_pieces(engine, pieces, **special)
+    tokens = await submit.tokenize(engine, pieces, **special)
     if not body.with_pieces:
-        return StructResponse(shapes.LlamaTokens(tokens))
+        return shapes.LlamaTokens(tokens)
     texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
-    return StructResponse(
-        shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
-    )
+    return shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
 
 
 @llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
-async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> Response:
+async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
-    engine = await use_engine(http, body.model)
-    tokens = check_tokens(engine, body.tokens, "tokens")
-    return StructResponse(shapes.LlamaContent(await spell(engine, tokens)))
+    engine = await submit.use_engine(http, body.model)
+    tokens = submit.check_tokens(engine, body.tokens, "tokens")
+    return shapes.LlamaContent(await spell(engine, tokens))
 
 
 @llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
-async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> Response:
+async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     conversation = body.conversation()
     task = RenderChat(conversation.for_template())
-    return StructResponse(shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
+    return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
 
 @llama_server.post("/chat/completions/input_tokens", shapes.InputTokens(12))
 @openai.post("/v1/chat/completions/input_tokens", shown=False)
-async def count_chat(body: ChatBody, http: HttpRequest) -> Response:
+async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
-    engine = await use_engine(http, body.model)
-    return StructResponse(shapes.InputTokens(await count_tokens(engine, body.conversation())))
+    engine = await submit.use_engine(http, body.model)
+    return shapes.InputTokens(await count_tokens(engine, body.conversation()))
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)
-async def props(http: HttpRequest) -> Response:
+async def props(http: HttpRequest) -> shapes.LlamaProps:
     """Describe the model and the defaults."""
-    model = find_model(http)
+    model = submit.find_model(http)
     if model.engine is None:
         raise EngineNotReady(f"{model.name} is not loaded yet")
     info, limits = loaded(model.engine)
     routes = http.app.state.open_routes
     params = shapes.make_params(http.app.state.defaults)
-    described = shapes.LlamaProps(
+    return shapes.LlamaProps(
         default_generation_settings=shapes.LlamaSettings(params, limits.request_tokens),
         total_slots=limits.sequences,
         model_alias=info.name,
@@ -443,35 +435,34 @@ async def props(http: HttpRequest) -> Response:
         build_info=f"cllm {__version__}",
         is_sleeping=model.health is Health.SLEEPING,
     )
-    return StructResponse(described)
 
 
 @llama_server.post("/props", shown=False)
-async def change_props(http: HttpRequest) -> Response:
+async def change_props(http: HttpRequest) -> dict[str, bool]:
     """Change nothing, as llama-server does; for clients that try."""
     if "/props" not in http.app.state.open_routes:
         raise NotSupported("properties cannot be changed: start the server with --props")
-    return StructResponse({"success": True})
+    return {"success": True}
 
 
 @llama_server.get("/lora-adapters", shown=False)
-async def lora_adapters() -> Response:
+async def lora_adapters() -> list[Any]:
     """List no LoRA adapters: there are none."""
-    return StructResponse([])
+    return []
 
 
 @llama_server.get("/slots", [shapes.LlamaSlot(id=0, n_ctx=4096, is_processing=True)])
-async def slots(http: HttpRequest) -> Response:
+async def slots(http: HttpRequest) -> list[shapes.LlamaSlot]:
     """List the slots, and what each computes."""
     if "-/slots" in http.app.state.open_routes:
         raise NotSupported("slots are not shown: start the server without --no-slots")
-    engine = await use_engine(http)
+    engine = await submit.use_engine(http)
     limits = loaded(engine)[1]
     snapshot = await inspect(engine)
     leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
     if http.query_params.get("fail_on_no_slot") and len(leases) >= limits.sequences:
         raise EngineNotReady("no slot is free")
-    running = {state.request.id: state for state in get_registry(http).requests}
+    running = {state.request.id: state for state in submit.get_registry(http).requests}
     shown = []
     for number in range(limits.sequences):
         slot = shapes.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
@@ -485,16 +476,16 @@ async def slots(http: HttpRequest) -> Response:
                 next_token=[shapes.NextToken(left > 0, False, left, state.generated)],
             )
         shown.append(slot)
-    return StructResponse(shown)
+    return shown
 
 
 @llama_server.post("/slots/{id_slot}", shown=False)
-async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Response:
+async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> dict[str, Any]:
     """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
     action = http.query_params.get("action")
     if action not in get_args(SlotAction):
         raise InvalidRequest("action: it must be save, restore or erase", "action")
-    engine = await use_engine(http, body.model)
+    engine = await submit.use_engine(http, body.model)
     slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1
     if not 0 <= slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")
@@ -504,11 +495,11 @@ async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> Re
     started = time.perf_counter()
     done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
     if action == "erase":
-        return StructResponse({"id_slot": slot, "n_erased": done.tokens})
+        return {"id_slot": slot, "n_erased": done.tokens}
     count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
     answer = {"id_slot": slot, "filename": body.filename, count: done.tokens, size: done.size}
-    return StructResponse({**answer, "timings": timings})
+    return {**answer, "timings": timings}
 
 
 # Routes of others, without their /v1; those of chats and of the Responses API are beside their own.

@@ -23,16 +23,15 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.files import HubReference, parse_hub
-from cllm.server.dialect import NDJSON, Dialect, StructResponse, encode_line
+from cllm.server.dialect import NDJSON, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
-from cllm.server.dialects.openai.bodies import list_stops
 from cllm.server.dialects.openai.chat import make_logprobs
-from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
+from cllm.server.dialects.openai.embeddings import check_embeds, embed, encode_entries
 from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
-from cllm.types import RAW, Pooling, TokenLogprob, Usage, to_vector
+from cllm.types import RAW, TokenLogprob, Usage, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
@@ -58,12 +57,6 @@ class OllamaDialect(Dialect):
 ollama = OllamaDialect()
 
 
-class LineStream(EventStream):
-    """A stream of lines, which has no comments: its beat is a piece without text."""
-
-    media_type = NDJSON
-
-
 class OllamaRenderer:
     """Renders one answer, whole or as lines."""
 
@@ -78,7 +71,7 @@ class OllamaRenderer:
         more |= {"model": self._name, "created_at": shapes.format_time()}
         if not self._chat:
             return shapes.GenerateAnswer(response=text, thinking=thinking or UNSET, **more)
-        made = [shapes.OllamaCallResult.from_call(call.as_tool_call()) for call in calls]
+        made = [shapes.make_call(call.as_tool_call()) for call in calls]
         message = shapes.AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=made or UNSET)
         return shapes.ChatAnswer(message=message, **more)
 
@@ -88,7 +81,7 @@ class OllamaRenderer:
         """Pieces as they come, then what it took; or an error, and the end. A tool call comes whole."""
         async for output in stream:
             if output.error is not None:
-                yield ollama.frame_failure(output.error)
+                yield ollama.frame_error(output.error.error())
                 return
             parts = [part for change in reply.add(output) if (part := self._render(change))]
             if output.finish_reason is not None:
@@ -146,7 +139,9 @@ def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
         model.ttl_s = model.config.ttl if seconds is None else never_or_soon
 
 
-async def _answer(http: HttpRequest, body: shapes.OllamaAnswerBody, *, asked: bool) -> Response:
+async def _answer(
+    http: HttpRequest, body: shapes.OllamaAnswerBody, *, asked: bool
+) -> shapes.AnswerPart | Response:
     """The answer to a conversation or a raw prompt. A body that has neither only loads the model.
 
     It unloads it where it stays for 0 seconds.
@@ -155,20 +150,20 @@ async def _answer(http: HttpRequest, body: shapes.OllamaAnswerBody, *, asked: bo
     if not asked and body.keep_alive == 0:
         check_operator(http.scope, "keep_alive: unloading a model")
         await get_registry(http).unload(find_model(http, body.model))
-        return StructResponse(renderer.make(done=True, done_reason="unload"))
+        return renderer.make(done=True, done_reason="unload")
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model, timeout_s=body.options.timeout)
     if not asked:
-        return StructResponse(renderer.make(done=True, done_reason="load"))
+        return renderer.make(done=True, done_reason="load")
     stream, reply, count = await _submit(engine, http, body)
     if body.stream:
-        return LineStream(
-            engine, [stream], renderer.lines(reply, stream, count), encode_line(renderer.make())
-        )
+        # Lines have no comments: the beat is a piece without text.
+        lines, beat = renderer.lines(reply, stream, count), encode_line(renderer.make())
+        return EventStream(engine, [stream], lines, beat, NDJSON)
     outputs = await collect(engine, [stream], http)
     for output in outputs[0]:
         reply.add(output)
-    return StructResponse(renderer.whole(reply, stream, count))
+    return renderer.whole(reply, stream, count)
 
 
 async def _submit(
@@ -181,8 +176,8 @@ async def _submit(
         body.options,
         request_id=f"ollama-{uuid.uuid4().hex}",
         max_tokens=body.options.max_tokens,
-        stop=list_stops(body.options.stop),
-        logprobs=max(1, body.top) if body.top is not None else 0,
+        stop=body.options.stop,
+        logprobs=body.top,
     )
     if (raw := body.raw_prompt) is None:
         session = await open_chat(engine, body.conversation(), request)
@@ -193,49 +188,47 @@ async def _submit(
 
 
 @ollama.get("/api/version", shapes.VersionResponse(shapes.VERSION))
-async def version() -> Response:
+async def version() -> shapes.VersionResponse:
     """The version of Ollama whose routes these are."""
-    return StructResponse(shapes.VersionResponse(shapes.VERSION))
+    return shapes.VersionResponse(shapes.VERSION)
 
 
 @ollama.get("/api/tags", shapes.ModelsAnswer([shapes.LISTED_EXAMPLE]))
-async def tags(http: HttpRequest) -> Response:
+async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     """List the models."""
     served = get_registry(http).served
     entries = [shapes.make_entry(model.info, model.created) for model in served if model.info is not None]
-    return StructResponse(shapes.ModelsAnswer([shapes.ListedModel(**each) for each in entries]))
+    return shapes.ModelsAnswer([shapes.ListedModel(**each) for each in entries])
 
 
 @ollama.get("/api/ps", shapes.RunningAnswer([shapes.RUNNING_EXAMPLE]))
-async def ps(http: HttpRequest) -> Response:
+async def ps(http: HttpRequest) -> shapes.RunningAnswer:
     """List the models that are loaded."""
     running = [
         shapes.make_running(model.info, model.created, model.describe(default=False))
         for model in get_registry(http).served
         if model.loaded and model.info is not None
     ]
-    return StructResponse(shapes.RunningAnswer(running))
+    return shapes.RunningAnswer(running)
 
 
 @ollama.post("/api/show", shapes.SHOW_EXAMPLE)
-async def show(body: shapes.ShowBody, http: HttpRequest) -> Response:
+async def show(body: shapes.ShowBody, http: HttpRequest) -> shapes.ShowAnswer:
     """Describe a model."""
     model = find_model(http, body.model)
     if model.info is None:
         raise EngineNotReady("the model is still loading")
-    return StructResponse(shapes.make_shown(model.info, model.limits, model.created))
+    return shapes.make_shown(model.info, model.limits, model.created)
 
 
-@ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=map(encode_line, shapes.CHAT_LINES), computes=True)
-async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> Response:
+@ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=shapes.CHAT_LINES, computes=True)
+async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> shapes.AnswerPart | Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, asked=bool(body.messages))
 
 
-@ollama.post(
-    "/api/generate", shapes.GENERATE_EXAMPLE, lines=map(encode_line, shapes.GENERATE_LINES), computes=True
-)
-async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> Response:
+@ollama.post("/api/generate", shapes.GENERATE_EXAMPLE, lines=shapes.GENERATE_LINES, computes=True)
+async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> shapes.AnswerPart | Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, asked=bool(body.prompt or body.suffix))
 
@@ -244,11 +237,8 @@ async def _embed(
     engine: EngineClient, texts: Sequence[str], field: str, http: HttpRequest, *, truncate: bool
 ) -> tuple[Sequence[bytes], int]:
     """The embeddings of texts, and how many tokens these have."""
-    info, limits = loaded(engine)
-    embedding_length(engine)  # no reranker
-    if info.pooling is Pooling.NONE:
-        raise InvalidRequest("this server pools nothing (--pooling none): use /embedding", "model")
-    limit = limits.embed.tokens
+    check_embeds(engine)
+    limit = loaded(engine)[1].embed.tokens
     task = TokenizeTexts(tuple(texts), 0 if truncate else limit, field)
     lists = (await run_tokenizer(engine, task, TokenLists)).lists
     if truncate and limit:  # the last token may be a closing one, which the model was trained to see
@@ -258,15 +248,12 @@ async def _embed(
 
 
 @ollama.post("/api/embed", shapes.EMBED_EXAMPLE, computes=True)
-async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> Response:
+async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes.EmbedAnswer:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
-    if body.dimensions is not None and body.dimensions > length:
-        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
-        raise InvalidRequest(message, "dimensions")
+    check_embeds(engine, body.dimensions, pooled=False)
     vectors: Sequence[Any] = []
     count = 0
     if texts := body.texts:
@@ -274,21 +261,20 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> Respon
         vectors = await encode_entries(to_vector(data, body.dimensions).tolist() for data in found[0])
         count = found[1]
     duration = int(1e9 * (time.perf_counter() - began))
-    answer = shapes.EmbedAnswer(
+    return shapes.EmbedAnswer(
         model=body.model, embeddings=vectors, total_duration=duration, prompt_eval_count=count
     )
-    return StructResponse(answer)
 
 
 @ollama.post("/api/embeddings", shapes.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True)
-async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
+async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> shapes.OldEmbedAnswer:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model)
     if not body.prompt:
-        return StructResponse(shapes.OldEmbedAnswer([]))
+        return shapes.OldEmbedAnswer([])
     found = await _embed(engine, [body.prompt], "prompt", http, truncate=True)
-    return StructResponse(shapes.OldEmbedAnswer(to_vector(found[0][0], norm=RAW).tolist()))
+    return shapes.OldEmbedAnswer(to_vector(found[0][0], norm=RAW).tolist())
 
 
 # The models of this machine, for operators ------------------------------------------------------------
@@ -303,15 +289,12 @@ class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
     completed: int = 0
 
 
-PULL_LINES = (
-    ProgressLine("pulling manifest"),
-    ProgressLine("pulling", "sha256:8f0c2d7e", 96862464, 1048576),
-    ProgressLine("success"),
-)
+_PULLED = (ProgressLine("pulling", "sha256:8f0c2d7e", 96862464, 1048576), ProgressLine("success"))
+PULL_LINES = b"".join(map(encode_line, (ProgressLine("pulling manifest"), *_PULLED)))
 
 
-@ollama.post("/api/pull", ProgressLine("success"), lines=map(encode_line, PULL_LINES))
-async def pull(body: shapes.PullBody) -> Response:
+@ollama.post("/api/pull", ProgressLine("success"), lines=PULL_LINES)
+async def pull(body: shapes.PullBody) -> ProgressLine | Response:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted."""
     text = shapes.strip_tag(body.model)
     reference = _parse(text)
@@ -322,7 +305,7 @@ async def pull(body: shapes.PullBody) -> Response:
             pass
     except SetupError as error:
         raise InvalidRequest(error.message, "model") from None
-    return StructResponse(ProgressLine("success"))
+    return ProgressLine("success")
 
 
 def _parse(text: str) -> HubReference:
@@ -389,31 +372,23 @@ async def copy(body: shapes.CopyBody, http: HttpRequest) -> Response:
 
 
 @ollama.delete("/api/delete", ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
-async def delete(body: shapes.DeleteBody) -> Response:
+async def delete(body: shapes.DeleteBody) -> ProgressLine:
     """Remove a model from this machine; one that is loaded is refused."""
     try:
         await asyncio.to_thread(_delete, shapes.strip_tag(body.model))
     except (SetupError, OSError) as error:
         raise InvalidRequest(str(error), "model") from None
-    return StructResponse(ProgressLine("success"))
+    return ProgressLine("success")
 
 
 def _delete(name: str) -> None:
     from cllm.models.store import find_stored, find_users, plan_removal, remove, scan
 
-    reference = parse_hub(name)
-    if reference is not None:
+    if (reference := parse_hub(name)) is not None:
         model = find_stored(reference)
     else:
-        wanted = name.lower()
-        model = next(
-            (
-                each
-                for each in scan()
-                if wanted in (each.name.lower(), each.stem.lower(), each.path.name.lower())
-            ),
-            None,
-        )
+        stored = {key.lower(): each for each in scan() for key in (each.name, each.stem, each.path.name)}
+        model = stored.get(name.lower())
     if model is None:
         raise ModelNotFound(f"there is no model {name!r} on this machine")
     removal = plan_removal(model)

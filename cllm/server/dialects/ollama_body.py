@@ -12,37 +12,17 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import force_setattr
 
-from cllm.chat.conversation import (
-    Conversation,
-    ToolChoice,
-    make_template_options,
-    normalize_messages,
-    refuse_media,
-)
+from cllm.chat import conversation as chats
 from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
-from cllm.models.files import parse_file_type
 from cllm.server.body import Body, about
+from cllm.server.dialect import encode_line
 from cllm.server.dialects.cllm import MODEL_EXAMPLE
-from cllm.server.dialects.openai.bodies import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MESSAGES,
-    QUESTION,
-    REASONING,
-    SCHEMA,
-    CalledFunction,
-    ReasoningText,
-    Stops,
-    ToolBody,
-    TopLogprobs,
-    drop_nulls,
-    take_tools,
-)
+from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
-from cllm.server.dialects.openai.models import ModelDetails, make_model
+from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
 from cllm.server.generation import GenerationBody
 from cllm.text.argument_values import parse_object
 from cllm.text.prompt import Gap, RawText
@@ -75,7 +55,7 @@ KeepAlive = Annotated[
 """Seconds or None, as `OllamaBody.prepare` reads it."""
 Format = Annotated[
     Literal["", "json"] | dict[str, Any] | None,
-    about("`json`: any JSON object; or a JSON schema", "json", SCHEMA),
+    about("`json`: any JSON object; or a JSON schema", "json", bodies.SCHEMA),
 ]
 Think = Annotated[
     bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
@@ -124,7 +104,7 @@ class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
     num_predict: Annotated[
         int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
     ] = -1
-    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    stop: Annotated[bodies.Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
     format: Annotated[Format, about("Ignored: the body's counts")] = None
 
     def form_schema(self) -> dict[str, Any] | None:
@@ -150,7 +130,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
     think: Think = None
     keep_alive: KeepAlive = None
     logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[TopLogprobs, about("And of this many most likely tokens")] = 0
+    top_logprobs: Annotated[bodies.TopLogprobs, about("And of this many most likely tokens")] = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +141,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         given = {name: value[name] for name in _OPTION_NAMES & value.keys() if value[name] is not None}
         return {**value, "options": given | options}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         force_setattr(self.options, "format", self.format)
 
     @property
@@ -174,7 +154,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         """The prompt where it is no conversation."""
         return None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
         raise NotImplementedError
 
@@ -183,7 +163,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         if self.think is None:
             return {}
         effort = self.think if isinstance(self.think, str) else None
-        options = make_template_options({"enable_thinking": self.think is not False}, effort)
+        options = chats.make_template_options({"enable_thinking": self.think is not False}, effort)
         return {"options": options, "think": self.think is not False}
 
 
@@ -191,32 +171,32 @@ class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier answer."""
 
     id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
-    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
+    function: Annotated[bodies.CalledFunction, about("The tool and its arguments", {"name": "now"})]
 
 
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
-    content: Annotated[str | None, about("The text", QUESTION)] = None
+    content: Annotated[str | None, about("The text", bodies.QUESTION)] = None
     images: Annotated[
         list[str] | None, about("Refused in the last question: the model accepts text only", None)
     ] = None
-    thinking: ReasoningText = None
+    thinking: bodies.ReasoningText = None
     tool_calls: Annotated[
-        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[OllamaToolCall], Meta(max_length=bodies.MAX_TOOLS)] | None,
         about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
     ] = None
     tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
     tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if not isinstance(self.thinking, str):
             self.thinking = None
 
     def as_dict(self) -> dict[str, Any]:
         """The message in OpenAI's shape."""
-        message: dict[str, Any] = drop_nulls(msgspec.to_builtins(self))
+        message: dict[str, Any] = bodies.drop_nulls(msgspec.to_builtins(self))
         if images := message.pop("images", ()):
             message["content"] = [
                 {"type": "text", "text": self.content or ""},
@@ -230,18 +210,18 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
 class OllamaChatBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/chat`."""
 
-    EXAMPLE = {"model": MODEL, "messages": MESSAGES, "stream": False, "options": {"num_predict": 32}}
+    EXAMPLE = {"model": MODEL, "messages": bodies.MESSAGES, "stream": False, "options": {"num_predict": 32}}
 
     messages: Annotated[
         list[OllamaMessage],
         about(
             "The conversation; without any the model is only loaded, or unloaded",
-            MESSAGES,
-            max_length=MAX_MESSAGES,
+            bodies.MESSAGES,
+            max_length=bodies.MAX_MESSAGES,
         ),
     ] = []
     tools: Annotated[
-        Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None,
+        Annotated[list[bodies.ToolBody], Meta(max_length=bodies.MAX_TOOLS)] | None,
         about(
             "Functions the model may call",
             [{"type": "function", "function": {"name": "now", "description": "The time"}}],
@@ -250,27 +230,27 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return take_tools(super().prepare(value), "function", default="function")
+        return bodies.take_tools(super().prepare(value), "function", default="function")
 
-    def check(self) -> None:
-        super().check()
-        ToolChoice().check([tool.function.name for tool in self.tools or ()])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chats.ToolChoice().check([tool.function.name for tool in self.tools or ()])
 
-    def conversation(self) -> Conversation:
-        return Conversation(
-            messages=normalize_messages(message.as_dict() for message in self.messages),
+    def conversation(self) -> chats.Conversation:
+        return chats.Conversation(
+            messages=chats.normalize_messages(message.as_dict() for message in self.messages),
             **self.thinking(),
-            **ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
+            **chats.ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
         )
 
 
 class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/generate`."""
 
-    EXAMPLE = {"model": MODEL, "prompt": QUESTION, "stream": False, "options": {"num_predict": 32}}
+    EXAMPLE = {"model": MODEL, "prompt": bodies.QUESTION, "stream": False, "options": {"num_predict": 32}}
 
     prompt: Annotated[
-        str, about("The question; without one the model is only loaded, or unloaded", QUESTION)
+        str, about("The question; without one the model is only loaded, or unloaded", bodies.QUESTION)
     ] = ""
     suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
     system: Annotated[str, about("Instructions", "Be brief.")] = ""
@@ -279,10 +259,10 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
     context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.images:
-            raise ValueError(refuse_media("image", "images"))
+            raise ValueError(chats.refuse_media("image", "images"))
         if self.template:
             raise ValueError(
                 "template: a request cannot change it; start the server with --chat-template, or use raw"
@@ -298,9 +278,11 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
             return Gap(prefix=self.prompt, suffix=self.suffix)
         return RawText((self.prompt,)) if self.raw else None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return Conversation(messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking())
+        return chats.Conversation(
+            messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking()
+        )
 
 
 class OllamaEmbedBody(OllamaBody, kw_only=True):
@@ -379,10 +361,10 @@ class OllamaCallResult(msgspec.Struct):
     function: OllamaFunctionResult
     id: str = ""
 
-    @classmethod
-    def from_call(cls, call: ToolCall) -> OllamaCallResult:
-        """None of the arguments, where the length limit cut them."""
-        return cls(OllamaFunctionResult(call.name, parse_object(call.arguments) or {}), call.id)
+
+def make_call(call: ToolCall) -> OllamaCallResult:
+    """A call, with none of its arguments where the length limit cut them."""
+    return OllamaCallResult(OllamaFunctionResult(call.name, parse_object(call.arguments) or {}), call.id)
 
 
 class AnswerMessage(msgspec.Struct):
@@ -435,14 +417,12 @@ _END: dict[str, Any] = {
     "eval_duration": 18_000_000,
 }
 CHAT_EXAMPLE = ChatAnswer(**_HEAD, message=AnswerMessage(content="AI is …"), **_END)
-CHAT_LINES = (
-    ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")),
-    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END),
+CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI"))) + encode_line(
+    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
 )
 GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = (
-    GenerateAnswer(**_HEAD, response="AI", thinking=REASONING),
-    GenerateAnswer(**_HEAD, response="", **_END),
+GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=bodies.REASONING)) + encode_line(
+    GenerateAnswer(**_HEAD, response="", **_END)
 )
 
 
@@ -522,15 +502,6 @@ def add_tag(name: str) -> str:
     return name if ":" in name else name + LATEST
 
 
-def _make_details(info: ModelInfo) -> ModelDetails:
-    return ModelDetails(
-        family=info.architecture,
-        families=(info.architecture,),
-        parameter_size=_format_count(info.parameters),
-        quantization_level=parse_file_type(info.description).quant,
-    )
-
-
 def _format_count(parameters: int) -> str:
     unit, sign = next(((10**n, s) for n, s in ((9, "B"), (6, "M")) if parameters >= 10**n), (1000, "K"))
     return f"{parameters / unit:.1f}{sign}" if unit == 10**9 else f"{parameters / unit:.2f}{sign}"
@@ -545,7 +516,7 @@ def make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
         "modified_at": format_time(created),
         "size": info.size_bytes,
         "digest": digest,
-        "details": _make_details(info),
+        "details": make_details(info, _format_count(info.parameters)),
     }
 
 
@@ -569,7 +540,7 @@ def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnsw
         modelfile=f"FROM {info.name}\n",
         template=info.chat_template or "",
         modified_at=format_time(created),
-        details=_make_details(info),
+        details=make_details(info, _format_count(info.parameters)),
         model_info={
             "general.architecture": family,
             "general.basename": info.name,

@@ -18,7 +18,7 @@ from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.served_model import ModelState, ModelStatus
 from cllm.server.body import Body, about
-from cllm.server.dialect import EVENTS, StructResponse
+from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
 from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, SlotInfo, Snapshot
@@ -241,18 +241,19 @@ async def health(http: HttpRequest) -> Response:
     """Alive: 200, also while the engine restarts; 503 once it has crashed too often in a row."""
     health = get_health(http)
     status, code = ("failed", 503) if health is Health.FAILED else ("ok", 200)
-    return StructResponse(HealthResponse(status, health.value), code)
+    return Response(to_json(HealthResponse(status, health.value)), code, media_type=JSON)
 
 
 @operation.get("/ready", HealthResponse("ready"))
-async def ready(http: HttpRequest) -> Response:
+async def ready(http: HttpRequest) -> HealthResponse | Response:
     """Ready: 200 when a request sent now would be computed."""
     health = get_health(http)
     if health in (Health.READY, Health.SLEEPING):
-        return StructResponse(HealthResponse(health.value))
+        return HealthResponse(health.value)
     engine = find_model(http).engine
     error = engine.error if engine is not None else None
-    return StructResponse(HealthResponse(health.value, reason=error.message if error else UNSET), 503)
+    answer = HealthResponse(health.value, reason=error.message if error else UNSET)
+    return Response(to_json(answer), 503, media_type=JSON)
 
 
 @operation.get("/metrics", _METRICS)
@@ -272,7 +273,7 @@ async def inspect(engine: EngineClient) -> Snapshot:
 
 
 @operation.get("/debug/kv", KV_EXAMPLE)
-async def debug_kv(http: HttpRequest) -> Response:
+async def debug_kv(http: HttpRequest) -> KVResponse:
     """Show the slots, the KV cells and every lease, taken between two steps.
 
     `?snapshot=N` shows one of the last snapshots that /live has sent.
@@ -283,7 +284,7 @@ async def debug_kv(http: HttpRequest) -> Response:
     elif (snapshot := kept.get(asked)) is None:  # type: ignore[assignment]
         raise NotFound("there is no such snapshot: only the last ones that /live has sent are kept")
     total, leased = snapshot.sequences_total, len(snapshot.leases)
-    response = KVResponse(
+    return KVResponse(
         snapshot=snapshot.number,
         sequences=SlotCounts(total, leased, total - leased, snapshot.slots_cached),
         cells=CellCounts(snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached),
@@ -292,11 +293,10 @@ async def debug_kv(http: HttpRequest) -> Response:
         preempted=snapshot.preempted,
         counters=msgspec.convert(snapshot, LeaseCounters, from_attributes=True),
     )
-    return StructResponse(response)
 
 
 @operation.get("/debug/requests", RequestsResponse([_REQUEST]))
-async def debug_requests(http: HttpRequest) -> Response:
+async def debug_requests(http: HttpRequest) -> RequestsResponse:
     """List the accepted requests: stage, age, progress. Never their text."""
     now = time.monotonic()
     requests = [
@@ -310,32 +310,31 @@ async def debug_requests(http: HttpRequest) -> Response:
         )
         for state in get_registry(http).requests
     ]
-    return StructResponse(RequestsResponse(requests))
+    return RequestsResponse(requests)
 
 
 @operation.post("/admin/cache/clear", _CLEARED, errors={507: _NOT_CLEARED})
-async def clear_cache(http: HttpRequest) -> Response:
+async def clear_cache(http: HttpRequest) -> CacheClearedResponse:
     """Forget every cached prefix: in slots, in RAM, on disk and saved; and all stored responses.
 
     What runs is not touched. Of several models, those of the default one, or of `?model=`.
     """
     responses: int = http.app.state.responses.clear()
     done = await asyncio.wrap_future((await use_engine(http)).clear_cache())
-    return StructResponse(CacheClearedResponse(done.prefixes, done.tokens, responses))
+    return CacheClearedResponse(done.prefixes, done.tokens, responses)
 
 
 @operation.get("/admin/models", MODELS_EXAMPLE)
-async def list_models(http: HttpRequest) -> Response:
+async def list_models(http: HttpRequest) -> ModelsResponse:
     """List the served models: state, memory, last use."""
     registry = get_registry(http)
-    answer = ModelsResponse(
+    return ModelsResponse(
         models=registry.models, memory_bytes=registry.memory, memory_limit_bytes=registry.limit
     )
-    return StructResponse(answer)
 
 
 @operation.post("/admin/models/load", MODEL_STATUS_EXAMPLE, errors={507: _DOES_NOT_FIT})
-async def load_model(body: ModelNameBody, http: HttpRequest) -> Response:
+async def load_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Load a model, and wait until it serves. One that failed a moment ago is tried again at once."""
     find_model(http, body.model).try_again()
     await use_engine(http, body.model)
@@ -343,23 +342,22 @@ async def load_model(body: ModelNameBody, http: HttpRequest) -> Response:
 
 
 @operation.post("/admin/models/unload", MODEL_STATUS_EXAMPLE, errors={409: _BUSY})
-async def unload_model(body: ModelNameBody, http: HttpRequest) -> Response:
+async def unload_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Unload a model that no request needs; its prefixes are saved."""
     await get_registry(http).unload(find_model(http, body.model))
     return _describe(http, body.model)
 
 
-def _describe(http: HttpRequest, name: str) -> Response:
+def _describe(http: HttpRequest, name: str) -> ModelStatus:
     model = find_model(http, name)
-    return StructResponse(model.describe(default=model is get_registry(http).default))
+    return model.describe(default=model is get_registry(http).default)
 
 
 @operation.post("/admin/reload", _RELOADED, errors={409: _NOT_RELOADED})
-async def reload(body: ReloadBody, http: HttpRequest) -> Response:
+async def reload(body: ReloadBody, http: HttpRequest) -> ReloadResponse:
     """Load a model beside the one that serves, then change over; running streams end on the old one."""
     info, limits = loaded(await find_model(http).reload(body.model))
-    answer = ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
-    return StructResponse(answer)
+    return ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
 
 
 @operation.get("/live", shown=False)
@@ -375,8 +373,8 @@ async def live(http: HttpRequest) -> Response:
 @operation.post(
     "/admin/requests/{request_id}/cancel", CancelledResponse("chatcmpl-8f0c2d7e"), errors={404: _NO_REQUEST}
 )
-async def cancel(request_id: str, http: HttpRequest) -> Response:
+async def cancel(request_id: str, http: HttpRequest) -> CancelledResponse:
     """End a request that waits or runs; its client gets what there is of the answer."""
     if not get_registry(http).cancel(request_id):
         raise NotFound(_NO_REQUEST[1])
-    return StructResponse(CancelledResponse(request_id))
+    return CancelledResponse(request_id)

@@ -16,15 +16,16 @@ from starlette.responses import Response
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError, NotFound
+from cllm.frontend.async_calls import loaded
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
-from cllm.server.dialect import JSON, StructResponse, encode_named, get_field
+from cllm.server.dialect import JSON, encode_named
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
-from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.submit import make_request, use_engine
 from cllm.text.argument_values import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
@@ -51,7 +52,7 @@ class ResponsesDialect(OpenAIDialect):
     prefix = "/v1/responses/"
 
     def frame_error(self, error: CllmError) -> bytes:
-        shown = {"code": error.code, "message": error.message, "param": get_field(error)}
+        shown = {"code": error.code, "message": error.message, "param": getattr(error, "field", None)}
         return encode_named("error", {"type": "error", "sequence_number": 0, **shown})
 
 
@@ -319,9 +320,7 @@ EXAMPLE_EVENTS = encode_events(
 
 def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:
     """The store of the app, and the tenant that asks."""
-    store = http.app.state.responses
-    assert isinstance(store, ResponseStore)
-    return store, http.scope["state"]["tenant"].name
+    return http.app.state.responses, http.scope["state"]["tenant"].name
 
 
 def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
@@ -489,8 +488,8 @@ def _get_input(block: Block) -> str:
 
 
 @llama_responses.post("/responses", shown=False)
-@responses.post(ROUTE, EXAMPLE, events=(EXAMPLE_EVENTS,), computes=True)
-async def create_response(body: ResponsesBody, http: HttpRequest) -> Response:
+@responses.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     history = load_history(body, http)
@@ -500,8 +499,8 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Response:
         body,
         request_id=f"resp_{uuid.uuid4().hex}",
         max_tokens=body.max_output_tokens,
-        stop=body.stops,
-        logprobs=0 if body.top is None else max(1, body.top),
+        stop=body.stop,
+        logprobs=body.top,
     )
     session = await open_chat(engine, body.to_conversation(history), request)
     store, tenant = _get_store(http)
@@ -510,18 +509,18 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Response:
         if body.store:
             store.put(tenant, make_stored(body, response))
 
-    echoed = echo(body, model_name(engine, body.model))
+    echoed = echo(body, body.model or loaded(engine)[0].name)
     renderer = ResponseRenderer(session.replies[0], request.id, echoed, body.top, keep)
     return await renderer.respond(http, session, stream=body.stream)
 
 
 @llama_responses.post("/responses/input_tokens", shown=False)
 @responses.post(f"{ROUTE}/input_tokens", InputTokens(14))
-async def input_tokens(body: ResponsesBody, http: HttpRequest) -> Response:
+async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
     conversation = body.to_conversation(load_history(body, http))
-    return StructResponse(InputTokens(await count_tokens(engine, conversation, body.constraint())))
+    return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 
 @responses.get(f"{ROUTE}/{{response_id}}", EXAMPLE, errors=_NOT_FOUND)
@@ -532,11 +531,11 @@ async def retrieve(response_id: str, http: HttpRequest) -> Response:
 
 
 @responses.delete(f"{ROUTE}/{{response_id}}", DeletedResponse("resp_1"), errors=_NOT_FOUND)
-async def delete(response_id: str, http: HttpRequest) -> Response:
+async def delete(response_id: str, http: HttpRequest) -> DeletedResponse:
     """Forget a stored response; those that continue it cannot be continued any more."""
     store, tenant = _get_store(http)
     store.delete(tenant, response_id)
-    return StructResponse(DeletedResponse(response_id))
+    return DeletedResponse(response_id)
 
 
 @responses.get(f"{ROUTE}/{{response_id:path}}", shown=False)

@@ -10,39 +10,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from cllm.chat.conversation import (
-    MESSAGE_JOINT,
-    TEXT_PARTS,
-    Conversation,
-    MessageBuilder,
-    ToolChoice,
-    make_template_options,
-    note_media,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.server.body import Body, Name, TokenLimit, about
-from cllm.server.dialects.openai.bodies import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MESSAGES,
-    PART,
-    QUESTION,
-    SCHEMA,
-    TOOL_CHOICE,
-    Arguments,
-    ContentPart,
-    Effort,
-    FunctionBody,
-    FunctionName,
-    JsonValue,
-    OpenAIFields,
-    TemplateOptions,
-    ToolMode,
-    TopLogprobs,
-    check_given,
-    check_kind,
-    take_tools,
-)
+from cllm.server.dialects.openai import bodies
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
@@ -57,7 +27,7 @@ _FIELDS = {  # of an item, by its kind; items of other kinds say nothing here
 }
 
 
-class ResponseTool(FunctionBody, kw_only=True):
+class ResponseTool(bodies.FunctionBody, kw_only=True):
     """A function, or a custom tool: its argument is a text, the model sees a function with one `input`."""
 
     type: Annotated[Literal["function", "custom"], about("The kind of tool")]
@@ -79,14 +49,14 @@ class ResponseTool(FunctionBody, kw_only=True):
         return {name: getattr(self, name) for name in names.split()}
 
 
-Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
+Parts = Annotated[list[bodies.ContentPart], Meta(max_length=bodies.MAX_MESSAGES)]
 
 
-def join_text(content: str | list[ContentPart]) -> str:
+def join_text(content: str | list[bodies.ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    return MESSAGE_JOINT.join(
-        (part.text or part.refusal or "") if part.type in TEXT_PARTS else note_media(part.type)
+    return chats.MESSAGE_JOINT.join(
+        (part.text or part.refusal or "") if part.type in chats.TEXT_PARTS else chats.note_media(part.type)
         for part in content
     )
 
@@ -102,7 +72,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
     ] = None
     content: Annotated[
         str | Parts | None,
-        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
+        about("Text, or parts of text; control tokens in it stay plain text", bodies.QUESTION, [bodies.PART]),
     ] = None
     summary: Annotated[
         Parts | None,
@@ -110,9 +80,9 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
     ] = None
     call_id: Annotated[str | None, about("The id of a call, from the response", "call_1")] = None
     name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
-    arguments: Arguments = None
-    input: Annotated[JsonValue, about("The argument of a custom tool", "ls")] = None
-    action: Annotated[JsonValue, about("What another tool did", {"command": ["ls"]})] = None
+    arguments: bodies.Arguments = None
+    input: Annotated[bodies.JsonValue, about("The argument of a custom tool", "ls")] = None
+    action: Annotated[bodies.JsonValue, about("What another tool did", {"command": ["ls"]})] = None
     output: Annotated[
         str | Parts | dict[str, Any] | None,
         about("The result of a call: text, or parts of text", "12 degrees, rain"),
@@ -124,43 +94,43 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
         fields = {name: value[name] for name in _FIELDS.get(get_kind(kind), ()) if name in value}
         return {"type": kind, **fields}
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.kind == "message":
-            check_given(self, "role", "content")
+            bodies.check_given(self, "role", "content")
         elif self.kind == "reasoning":
             if isinstance(self.content, str):
                 raise ValueError("'content' of reasoning is a list of parts")
             if any(part.text is None for part in (*(self.content or ()), *(self.summary or ()))):
                 raise ValueError("'text' is missing")
         if self.arguments is not None:
-            self.arguments = write_arguments(self.arguments)
+            self.arguments = chats.write_arguments(self.arguments)
 
     @property
     def kind(self) -> str:
         return get_kind(self.type)
 
-    def add_to(self, builder: MessageBuilder) -> None:
+    def add_to(self, builder: chats.MessageBuilder) -> None:
         """Add the item to the messages of a conversation. Raises InvalidRequest."""
         match self.kind:
             case "message":
                 content = self.content or ""
                 role = "system" if self.role == "developer" else str(self.role)
                 for part in content if isinstance(content, list) else ():
-                    if part.type not in TEXT_PARTS:
+                    if part.type not in chats.TEXT_PARTS:
                         builder.check_media(role, part.type)
                 builder.add_text(role, join_text(content))
             case "reasoning":
                 parts = self.content or self.summary or ()
-                if text := "".join(part.text or "" for part in parts if isinstance(part, ContentPart)):
+                if text := "".join(part.text or "" for part in parts if isinstance(part, bodies.ContentPart)):
                     builder.add_reasoning(text)
             case "call":
                 given = {"input": self.input} if self.action is None else self.action
-                arguments = write_arguments(given) if self.arguments is None else self.arguments
+                arguments = chats.write_arguments(given) if self.arguments is None else self.arguments
                 name = self.name or str(self.type).removesuffix("_call")
                 builder.add_tool_call(self.call_id, name, arguments)
             case _:
                 output = self.output or ""
-                text = write_arguments(output) if isinstance(output, dict) else join_text(output)
+                text = chats.write_arguments(output) if isinstance(output, dict) else join_text(output)
                 builder.add_tool_result(self.call_id, text)
 
 
@@ -188,7 +158,7 @@ def take_items(value: Any) -> Any:
 
 class NamedTool(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Literal["function", "custom"], about("The kind of tool")]
-    name: FunctionName
+    name: bodies.FunctionName
 
 
 class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
@@ -198,31 +168,33 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
         Literal["function", "custom", "allowed_tools"],
         about("`allowed_tools`: only these may be called; else: this one must be called"),
     ]
-    name: Annotated[FunctionName | None, about("One of the tools", "now")] = None
+    name: Annotated[bodies.FunctionName | None, about("One of the tools", "now")] = None
     mode: Annotated[
         Literal["auto", "required"] | None, about("Whether one of the allowed tools must be called", "auto")
     ] = None
     tools: Annotated[
-        Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
+        Annotated[list[NamedTool], Meta(min_length=1, max_length=bodies.MAX_TOOLS)] | None,
         about("Some of the tools", [{"type": "function", "name": "now"}]),
     ] = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return take_tools(value, "function", "custom", default="function")
+        return bodies.take_tools(value, "function", "custom", default="function")
 
-    def check(self) -> None:
-        check_given(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
+    def __post_init__(self) -> None:
+        bodies.check_given(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
 
 
 class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
     type: Annotated[Literal["text", "json_object", "json_schema"], about("The format of the answer")]
     name: Annotated[Name | None, about("Of the schema; ignored", "answer")] = None
     description: Annotated[str | None, about("Ignored", "An age")] = None
-    schema: Annotated[dict[str, Any] | None, about("The schema that the answer matches", SCHEMA)] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema that the answer matches", bodies.SCHEMA)] = (
+        None
+    )
     strict: Annotated[bool | None, about("Ignored: the schema always applies", True)] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.schema is not None):
             raise ValueError("schema is required with format json_schema, and with no other")
 
@@ -235,35 +207,41 @@ class TextBody(msgspec.Struct, Body, kw_only=True):
 
 
 class ReasoningBody(msgspec.Struct, Body, kw_only=True):
-    effort: Effort = None
+    effort: bodies.Effort = None
     summary: Annotated[
         Annotated[str, Meta(max_length=32)] | None,
         about("Ignored: reasoning is returned in full, not summarised", "auto"),
     ] = None
 
 
-Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=bodies.MAX_MESSAGES)]
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
-class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
+class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     form = "text.format"
-    EXAMPLE = {"input": QUESTION, "max_output_tokens": 64}
+    EXAMPLE = {"input": bodies.QUESTION, "max_output_tokens": 64}
 
     input: Annotated[
         Annotated[str, Meta(min_length=1)] | Items,
-        about("A question, or items: messages, calls and their outputs, reasoning", QUESTION, MESSAGES),
+        about(
+            "A question, or items: messages, calls and their outputs, reasoning",
+            bodies.QUESTION,
+            bodies.MESSAGES,
+        ),
     ]
     instructions: Annotated[
         str | Items | None, about("A system message before the input, or items", "Be brief.")
     ] = None
     tools: Annotated[
         tuple[ResponseTool, ...],
-        about("Functions the model may call", [{"type": "function", "name": "now"}], max_length=MAX_TOOLS),
+        about(
+            "Functions the model may call", [{"type": "function", "name": "now"}], max_length=bodies.MAX_TOOLS
+        ),
     ] = ()
-    tool_choice: Annotated[ToolMode | ResponseToolChoice, about(TOOL_CHOICE)] = "auto"
+    tool_choice: Annotated[bodies.ToolMode | ResponseToolChoice, about(bodies.TOOL_CHOICE)] = "auto"
     parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
     text: Annotated[
         TextBody | None, about("The format of the answer", {"format": {"type": "json_object"}})
@@ -273,7 +251,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         TokenLimit | None, about("Maximum tokens, reasoning included; null or -1: as many as fit", 64)
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
+        bodies.TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
     ] = None
     include: Annotated[
         tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
@@ -288,7 +266,7 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
     truncation: Annotated[
         Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
     ] = "disabled"
-    chat_template_kwargs: TemplateOptions = None
+    chat_template_kwargs: bodies.TemplateOptions = None
     previous_response_id: Annotated[
         Name | None, about("A stored response, whose conversation is continued", None)
     ] = None
@@ -300,12 +278,11 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_kind(value.get("tool_choice"), "function", "custom", "allowed_tools", why=_ONLY)
-        value = take_tools(super().prepare(value), "function", "custom", default="function")
+        bodies.check_kind(value.get("tool_choice"), "function", "custom", "allowed_tools", why=_ONLY)
+        value = bodies.take_tools(super().prepare(value), "function", "custom", default="function")
         return value | {name: take_items(value[name]) for name in ("input", "instructions") if name in value}
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self.set_limit("max_output_tokens")
         for name in ("conversation", "prompt", "background"):
             if getattr(self, name):
@@ -316,14 +293,14 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
         self._choice.check([tool.name for tool in self.tools])
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         choice = self.tool_choice
         if isinstance(choice, str):
-            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+            return chats.ToolChoice.of(choice, parallel=self.parallel_tool_calls)
         if choice.type != "allowed_tools":
-            return ToolChoice.only(choice.name or "")
+            return chats.ToolChoice.only(choice.name or "")
         names = tuple(tool.name for tool in choice.tools or ())
-        return ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
+        return chats.ToolChoice(mode=choice.mode or "auto", names=names, parallel=self.parallel_tool_calls)
 
     @property
     def top(self) -> int | None:
@@ -346,18 +323,18 @@ class ResponsesBody(OpenAIFields, frozen=True, kw_only=True):
             return [ResponseItem(type="message", role="user", content=self.input)]
         return self.input
 
-    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> Conversation:
+    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
-        builder = MessageBuilder("input")
+        builder = chats.MessageBuilder("input")
         if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
         else:
             builder.add_all(self.instructions or ())
         builder.add_all((*history, *self.items))
         effort = (self.reasoning or ReasoningBody()).effort
-        return Conversation(
+        return chats.Conversation(
             messages=builder.build(),
-            options=make_template_options(self.chat_template_kwargs, effort),
+            options=chats.make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),
         )

@@ -16,7 +16,7 @@ class Part(msgspec.Struct, Body, kw_only=True):
     text: str
     size: int = 0
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.text == "wrong":
             raise ValueError("it is wrong")
 

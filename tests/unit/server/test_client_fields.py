@@ -14,13 +14,11 @@ from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
-from cllm.server.body import Body
-from cllm.server.dialects.anthropic import CountBody, MessagesBody
-from cllm.server.dialects.cllm import DecodeBody, EncodeBody, GenerateBody
-from cllm.server.dialects.llama_body import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.dialects.anthropic import MessagesBody
+from cllm.server.dialects.cllm import GenerateBody
+from cllm.server.dialects.llama_body import LlamaCompletionBody
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import CompletionBody
-from cllm.server.dialects.openai.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
 from cllm.server.dialects.responses_body import ResponsesBody
 from cllm.server.generation import GenerationBody
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
@@ -47,20 +45,6 @@ def make(kind: type[GenerationBody], **fields: Any) -> Any:
 
 def chat(**fields: Any) -> ChatBody:
     return ChatBody.parse({"messages": USER, **fields})
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [*NEEDED, CountBody, InfillBody, EncodeBody, DecodeBody, LlamaTokenizeBody,
-     EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody],
-)  # fmt: skip
-def test_on_every_route_a_null_is_a_field_left_out(kind: type[Body]) -> None:
-    values = {"messages": USER, "tokens": [1], "documents": ["x"]}
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-    given: dict[str, Any] = {name: values.get(name, "x") for name, field in fields.items() if field.required}
-    given |= {"max_tokens": 1} if "max_tokens" in fields else {}
-    nulls = dict.fromkeys(fields.keys() - given)
-    assert kind.parse({**given, **nulls}) == kind.parse(given)
 
 
 @GENERATING
@@ -151,35 +135,6 @@ def test_a_template_variable_that_is_given_stays() -> None:
 def test_a_budget_of_anthropics() -> None:
     body = make(MessagesBody, thinking={"type": "enabled", "budget_tokens": 1024})
     assert body.conversation().reasoning_budget == 1024
-
-
-@pytest.mark.parametrize(
-    ("kind", "field"),
-    [(ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (ChatBody, "n_predict"),
-     (CompletionBody, "max_tokens"), (GenerateBody, "max_tokens"), (MessagesBody, "max_tokens"),
-     (ResponsesBody, "max_output_tokens")],
-)  # fmt: skip
-def test_a_limit_may_be_none_or_a_float(kind: type[GenerationBody], field: str) -> None:
-    name = "max_output_tokens" if kind is ResponsesBody else "max_tokens"
-    assert getattr(make(kind, **{field: -1}), name) is None
-    assert getattr(make(kind, **{field: 64.0}), name) == 64
-    for wrong in (*(() if kind is CompletionBody else (0,)), -2, 64.5, True, "64"):
-        with pytest.raises(InvalidRequest):
-            make(kind, **{field: wrong})
-
-
-@GENERATING
-def test_whole_numbers_may_be_floats(kind: type[GenerationBody]) -> None:
-    body = make(kind, seed=7.0, top_k=40.0, priority=3.0)
-    assert (body.seed, body.top_k, body.priority) == (7, 40, 3)
-    assert type(body.seed) is int
-    with pytest.raises(InvalidRequest):
-        make(kind, seed=7.5)
-
-
-@GENERATING
-def test_a_priority_out_of_range_is_the_nearest(kind: type[GenerationBody]) -> None:
-    assert [make(kind, priority=given).priority for given in (500, -500, 7)] == [100, -100, 7]
 
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]

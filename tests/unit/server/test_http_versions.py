@@ -15,7 +15,8 @@ from uvicorn.server import ServerState
 from cllm.config import ServerConfig
 from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
 from cllm.server.dialects import TABLE
-from cllm.server.middleware import BodyLimitMiddleware, HeadersMiddleware, TrustedHostMiddleware
+from cllm.server.keys import KeyRing
+from cllm.server.middleware import RequestMiddleware
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -75,13 +76,10 @@ Connect = Callable[[], Coroutine[Any, Any, Peer]]
 
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[Connect]:
-    def count(code: str) -> None:
-        pass
-
-    guarded = TrustedHostMiddleware(BodyLimitMiddleware(app, 1000, 1000), "127.0.0.1", "", count)
-    layers = HeadersMiddleware(guarded, TABLE)
-    config = uvicorn.Config(layers, log_config=None, lifespan="off", ws="none", server_header=False)
-    limits, state = limit_connections(ServerConfig()), ServerState()
+    settings = ServerConfig(max_body_mb=1)
+    layer = RequestMiddleware(app, settings, KeyRing("", ""), TABLE, lambda code: None)
+    config = uvicorn.Config(layer, log_config=None, lifespan="off", ws="none", server_header=False)
+    limits, state = limit_connections(settings), ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: GuardedConnection(limits, ReadTurns(), config, state, {}), "127.0.0.1", 0
     )
@@ -219,7 +217,7 @@ def test_nothing_is_left_in_a_stream_but_a_comment() -> None:
 def test_a_refusal_comes_before_100_continue_and_closes() -> None:
     async def scenario(app: App, connect: Connect) -> None:
         expect = b"Expect: 100-continue\r\n"
-        large = await (await connect()).ask(POST + expect + b"Content-Length: 1001\r\n\r\n")
+        large = await (await connect()).ask(POST + expect + b"Content-Length: 1048577\r\n\r\n")
         assert large.startswith(b"HTTP/1.1 413 ") and b"connection: close" in large
         packed = POST + expect + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n"
         refused = await (await connect()).ask(packed)
@@ -239,11 +237,11 @@ def test_a_refusal_comes_before_100_continue_and_closes() -> None:
 def test_a_body_over_the_limit_is_refused_by_its_length_alone() -> None:
     async def scenario(app: App, connect: Connect) -> None:
         peer = await connect()
-        peer.writer.write(POST + b"Content-Length: 1001\r\n\r\n")
+        peer.writer.write(POST + b"Content-Length: 1048577\r\n\r\n")
         assert (await peer.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413 ")
         body = await peer.reader.readuntil(b"}")
-        assert b"1000 bytes" in body
-        peer.writer.write(b"x" * 1001 + b"GET /next HTTP/1.1\r\n" + HOST + b"\r\n")  # read and dropped
+        assert b"1048576 bytes" in body
+        peer.writer.write(b"x" * 1048577 + b"GET /next HTTP/1.1\r\n" + HOST + b"\r\n")  # read and dropped
         assert b"/next" in await peer.reader.readuntil(b"]")
 
     run(scenario)

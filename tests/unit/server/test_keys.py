@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,17 @@ def test_reloading_a_wrong_file_keeps_the_old_keys(tmp_path: Path, caplog: pytes
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", admin=False)
     ring = KeyRing(str(file), "")
+    passed: list[Mapping[str, TenantLimits]] = []
     file.write_text("[broken")
-    assert not ring.reload()
+    ring.reload(passed.append)
     assert ring.find(key) is not None and "old keys stay" in caplog.text
     file.unlink()
-    assert not ring.reload()
+    ring.reload(passed.append)
     assert ring.find(key) is not None and ring.closed
     other = add_key(file, "bob", admin=False)
-    assert ring.reload() and ring.find(key) is None and ring.find(other) is not None
-    assert list(ring.tenants) == ["bob"]
+    ring.reload(passed.append)
+    assert ring.find(key) is None and ring.find(other) is not None
+    assert passed == [ring.tenants] and list(ring.tenants) == ["bob"]
 
 
 @pytest.mark.parametrize("name", ["alice", "", "a b", "x" * 65, "a]\n[b", "../x"])

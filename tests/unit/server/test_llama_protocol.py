@@ -9,23 +9,16 @@ import pytest
 from msgspec import UNSET
 
 from cllm.errors import (
-    CllmError,
-    ContextLengthExceeded,
-    EngineDied,
-    EngineNotReady,
     InvalidRequest,
-    NotFound,
-    NotSupported,
-    Unauthorized,
 )
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.app import add_defaults
-from cllm.server.dialects import TABLE
 from cllm.server.dialects import llama_body as answers
-from cllm.server.dialects.llama_body import LlamaCompletionBody, LlamaTokenizeBody
-from cllm.server.dialects.llama_server import LineLimits, llama_server
-from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
+from cllm.server.dialects.llama_body import LlamaCompletionBody, split_inputs
+from cllm.server.dialects.llama_server import LineLimits
+from cllm.server.dialects.openai.embeddings import LlamaEmbeddingBody
 from cllm.server.generation import GenerationBody
-from cllm.server.timings import make_timings
+from cllm.server.timings import get_timings
 from cllm.types import SEED_SPACE, Prompt, Request, SamplingParams, TokenLogprob, Usage
 
 
@@ -63,12 +56,6 @@ def test_what_is_no_prompt(given: Any) -> None:
 )
 def test_forms_of_stop(stop: Any, stops: tuple[str, ...]) -> None:
     assert body(stop=stop).stops == stops
-
-
-def test_null_is_what_was_left_out() -> None:
-    nulls = dict.fromkeys(LlamaCompletionBody.__struct_fields__, None)
-    assert LlamaCompletionBody.parse({**nulls, "prompt": "x"}) == body()
-    assert LlamaTokenizeBody.parse({"content": None}).content == ""
 
 
 def test_numbers_out_of_bounds_are_the_nearest_within() -> None:
@@ -174,7 +161,9 @@ def test_time_ends_it_at_a_line_break() -> None:
 @pytest.mark.parametrize(("generated", "speed"), [(0, 0.0), (1, 0.0), (5, 8.0)])
 def test_the_first_token_comes_with_the_prompt(generated: int, speed: float) -> None:
     seconds = 0.5 if generated > 1 else 1e-6
-    found = make_timings(Usage(prompt_tokens=8, completion_tokens=generated, cached_tokens=4), 2, seconds)
+    stream = AsyncOutputStream("r")
+    stream.started, stream.first_token, stream.ended = 1, 3, 3 + seconds
+    found = get_timings(stream, 8, Usage(prompt_tokens=8, completion_tokens=generated, cached_tokens=4))
     assert (found.predicted_per_second, found.prompt_per_second) == (speed, 2.0)
     assert found.prompt_per_token_ms == 500 and found.cache_n == 4
 
@@ -198,11 +187,6 @@ def test_probabilities_before_and_after_sampling() -> None:
     assert isinstance(greedy.top_probs, list) and [each.prob for each in greedy.top_probs] == [1.0]
 
 
-def test_response_fields() -> None:
-    response = {"a": 1, "b": {"c": 2, "d": 3}}
-    assert answers.select_fields(response, ["a", "b/c", "b/x", "z"]) == {"a": 1, "b/c": 2}
-
-
 def test_settings_have_its_names() -> None:
     request = Request(id="", prompt=Prompt(()), max_tokens=3, sampling=SamplingParams(seed=5), stop=("x",))
     found = answers.make_settings(request)
@@ -210,33 +194,6 @@ def test_settings_have_its_names() -> None:
     assert found["stop"] == ("x",) and "stop" not in answers.make_settings(request, brief=True)
     params = answers.make_params({"temperature": 0.25, "max_tokens": 4})
     assert (params["temperature"], params["n_predict"], params["seed"]) == (0.25, 4, SEED_SPACE)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (InvalidRequest("m"), 400, "invalid_request_error"),
-        (Unauthorized("m"), 401, "authentication_error"),
-        (NotFound("m"), 404, "not_found_error"),
-        (NotSupported("m"), 501, "not_supported_error"),
-        (EngineNotReady("m"), 503, "unavailable_error"),
-        (EngineDied("m"), 500, "server_error"),
-    ],
-)
-def test_the_shape_of_errors(error: CllmError, status: int, kind: str) -> None:
-    shown = {"error": {"code": status, "message": "m", "type": kind}}
-    assert llama_server.make_error(error) == shown
-
-
-@pytest.mark.parametrize("path", ["/completion", "/slots/3", "/chat/completions", "/v1/embedding"])
-def test_its_paths_have_its_errors(path: str) -> None:
-    assert (TABLE.find(path) is llama_server) is not path.startswith("/v1")
-
-
-def test_a_prompt_that_is_too_long_says_its_length() -> None:
-    found = llama_server.make_error(ContextLengthExceeded(90, 64))["error"]
-    assert found["type"] == "exceed_context_size_error"
-    assert (found["n_prompt_tokens"], found["n_ctx"]) == (90, 64)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +219,3 @@ def test_forms_of_embedding_inputs(given: Any, inputs: list[list[str | int]]) ->
 def test_what_is_no_embedding_input(given: Any) -> None:
     with pytest.raises(InvalidRequest):
         LlamaEmbeddingBody.parse({"content": given})
-
-
-def test_texts_are_ranked_as_a_list() -> None:
-    listed = RerankBody.parse({"query": "q", "texts": ["a", {"text": "b"}]})
-    assert listed.plain_texts == ("a", "b") and listed.texts is not None
-    assert RerankBody.parse({"query": "q", "documents": ["a"]}).texts is None

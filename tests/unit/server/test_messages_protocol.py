@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from cllm.chat.reply import ReplyBuilder
 from cllm.server.dialects.anthropic import MessageRenderer, MessagesBody
-from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.text.output_parser import ContentText, OutputEvent, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, render, step
 
@@ -81,51 +81,6 @@ def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
     assert {**delta["delta"], "usage": delta["usage"]} == {
         key: message[key] for key in ("stop_reason", "stop_sequence", "usage")
     }
-
-
-def test_the_events_of_an_answer_in_order() -> None:
-    call: list[OutputEvent] = [
-        ToolCallStart(0, "look"),
-        ToolCallArguments(0, '{"a"'),
-        ToolCallArguments(0, ": 1}"),
-    ]
-    steps = [step(ReasoningText("hm")), step(ContentText("Hello")), step(*call, end=FinishReason.STOP)]
-    start, _, *events = rendered(steps)
-    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
-    assert begun[:2] == [
-        {"type": "thinking", "thinking": "", "signature": ""},
-        {"type": "text", "text": ""},
-    ]
-    assert (begun[2]["type"], begun[2]["name"], begun[2]["input"]) == ("tool_use", "look", {})
-    assert [event["type"].removeprefix("content_block_") for event in events] == [
-        *["start", "delta", "delta", "stop", "start", "delta", "stop"],  # reasoning ends with a signature
-        *["start", "delta", "delta", "stop", "message_delta", "message_stop"],
-    ]
-    assert start["message"]["usage"]["input_tokens"] == 12
-    message = whole(steps)
-    assert message["content"][2]["input"] == {"a": 1} and message["stop_reason"] == "tool_use"
-    assert message["usage"] == {
-        "input_tokens": 7,
-        "output_tokens": 7,
-        "cache_read_input_tokens": 5,
-        "cache_creation_input_tokens": 0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("last", "reason"),
-    [
-        (step(ContentText("a"), end=FinishReason.STOP), "end_turn"),
-        (step(ContentText("a"), end=FinishReason.LENGTH), "max_tokens"),
-        (step(ContentText("a"), end=FinishReason.STOP, stop="END"), "stop_sequence"),
-        (step(ToolCallStart(0, "look"), end=FinishReason.STOP), "tool_use"),
-        (step(ToolCallStart(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
-    ],
-)
-def test_why_it_stopped(last: Step, reason: str) -> None:
-    message = whole([last])
-    assert message["stop_reason"] == reason
-    assert message["stop_sequence"] == ("END" if reason == "stop_sequence" else None)
 
 
 @pytest.mark.parametrize("arguments", ["", '{"a": 1', "[1]", "1", '"x"', "null", "[" * 100_000])

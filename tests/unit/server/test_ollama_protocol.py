@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from cllm.errors import InvalidRequest
-from cllm.server.dialects.ollama import ollama
-from cllm.server.dialects.ollama_body import OllamaChatBody, OllamaGenerateBody, add_tag, strip_tag
-from cllm.server.dialects.openai.bodies import list_stops
+from cllm.server.dialects.ollama_body import OllamaChatBody, add_tag, strip_tag
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -37,7 +35,7 @@ def test_options_have_ollamas_names() -> None:
         options={"num_predict": 5, "repeat_penalty": 1.2, "repeat_last_n": 9, "num_ctx": 8192, "stop": "x"}
     ).options
     sampling = options.sampling(100)
-    assert (options.max_tokens, list_stops(options.stop)) == (5, ("x",))
+    assert (options.max_tokens, options.stop) == (5, "x")
     assert (sampling.repetition_penalty, sampling.penalty_last_n) == (1.2, 9)
     assert chat(options={"num_predict": -1}).options.max_tokens is None
 
@@ -82,19 +80,6 @@ def test_messages_are_those_of_a_conversation() -> None:
     assert not chat(think=False).conversation().think
 
 
-def test_images_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="'image' is not supported"):
-        chat(messages=[{"role": "user", "content": "?", "images": ["aGk="]}]).conversation()
-    with pytest.raises(InvalidRequest, match="images: "):
-        OllamaGenerateBody.parse({"model": "m", "prompt": "?", "images": ["aGk="]})
-
-
 def test_tags() -> None:
     assert strip_tag("a:latest") == strip_tag("a") == "a" and strip_tag("a:Q4") == "a:Q4"
     assert add_tag("a") == "a:latest" and add_tag("hf:a/b:Q4") == "hf:a/b:Q4"
-
-
-def test_an_error_is_one_message() -> None:
-    error = InvalidRequest("no", "model")
-    assert ollama.make_error(error) == {"error": "no"}
-    assert ollama.frame_error(error) == b'{"error":"no"}\n'

@@ -148,23 +148,6 @@ def test_errors_are_shown_in_the_shape_of_their_route(method: str, path: str, ro
                 assert example.keys() == {"success", "error", "message"}
 
 
-def test_what_goes_through_the_queue_can_be_refused_there() -> None:
-    """Every body with a `timeout`, and every call for embeddings."""
-    for method, path, route in ROUTES:
-        body = body_of(route) or {}
-        counts = path.endswith(("/count_tokens", "/input_tokens", "/apply-template"))
-        fields = {"timeout", "options"} & body.get(
-            "properties", {}
-        ).keys()  # Ollama's has a timeout in its options
-        queued = (
-            (fields and not counts)
-            or "embeddings" in route["tags"]
-            or path.startswith(("/api/embed", "/embedding"))
-        )
-        assert ({"429", "504"} <= route["responses"].keys()) == bool(queued), f"{method} {path}"
-        assert ("headers" in route["responses"]["200"]) == bool(queued)
-
-
 def test_a_route_whose_body_names_a_model_may_not_find_it() -> None:
     for method, path, route in ROUTES:
         if "model" in (body_of(route) or {}).get("properties", {}):
@@ -178,16 +161,6 @@ def test_several_prompts_of_llama_servers_route_are_answered_with_a_list() -> No
         *one, several = schema["anyOf"]
         assert several == {"type": "array", "items": {"anyOf": one}}
         assert one[1]["type"] == "object", "with response_fields"
-
-
-def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
-    answers = {path: route["responses"] for _, path, route in ROUTES}
-    assert {"409", "403"} <= answers["/admin/reload"].keys()
-    assert {"507", "403"} <= answers["/admin/cache/clear"].keys()
-    others = [answers[path] for path in answers if not path.startswith("/admin/")]
-    assert not any({"409", "507"} & told.keys() for told in others)
-    assert "--model-dir" in answers["/admin/reload"]["403"]["description"]
-    assert "--model-dir" not in answers["/debug/kv"]["403"]["description"]
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from cllm.chat.reply import ReplyBuilder
 from cllm.server.dialects.responses import ResponseRenderer, echo
 from cllm.server.dialects.responses_body import ResponsesBody
-from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.text.output_parser import ContentText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, logprob, render, step
+from tests.unit.chat.replies import GivenParser, Step, answers, build, failed, render, step
 
 
 @cache
@@ -79,44 +79,6 @@ def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
     assert without_ids(whole(steps)["output"]) == without_ids(items)
 
 
-def test_the_events_of_an_answer_in_order() -> None:
-    steps = [
-        step(ReasoningText("hm"), tokens=3),
-        step(ContentText("Hel")),
-        step(ContentText("lo")),
-        step(ToolCallStart(0, "look"), ToolCallArguments(0, "{}"), end=FinishReason.STOP),
-    ]
-    events = rendered(steps)
-    part = ["response.output_item.added", "response.content_part.added"]
-    assert [event["type"] for event in events] == [
-        "response.created",
-        "response.in_progress",
-        *part,
-        "response.reasoning_text.delta",
-        "response.reasoning_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        *part,
-        "response.output_text.delta",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.output_item.added",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    response = sdk("Response").validate_python(events[-1]["response"])
-    assert response.output_text == "Hello" and response.status == "completed"
-    assert response.metadata == {"a": "b"} and response.usage is not None
-    assert response.usage.input_tokens_details.cached_tokens == 5
-    assert response.usage.output_tokens_details.reasoning_tokens == 3
-    assert response.usage.total_tokens == 19
-    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
@@ -145,14 +107,6 @@ def test_a_custom_tool_is_called_with_a_text(arguments: str, given: str) -> None
     sdk("Response").validate_python(events[-1]["response"])
 
 
-def test_an_answer_cut_off_is_incomplete() -> None:
-    response = whole([step(ContentText("on and"), end=FinishReason.LENGTH)])
-    assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
-    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    events = rendered([step(ContentText("on and"), end=FinishReason.LENGTH)])
-    assert events[-1]["type"] == "response.incomplete"
-
-
 def test_a_failure_is_told_and_ends_the_stream() -> None:
     *_, error, last = rendered([step(ContentText("a")), failed("engine_died", "the engine died")])
     assert (error["type"], error["code"], error["message"]) == ("error", "engine_died", "the engine died")
@@ -160,12 +114,3 @@ def test_a_failure_is_told_and_ends_the_stream() -> None:
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine died"}
     sdk("ResponseStreamEvent").validate_python(error)
     sdk("ResponseStreamEvent").validate_python(last)
-
-
-@pytest.mark.parametrize(("top", "told"), [(None, None), (0, 0), (1, 1)])
-def test_logprobs_only_where_they_are_asked_for(top: int | None, told: int | None) -> None:
-    steps = [step(ContentText("a"), logprobs=(logprob("a"),)), step(end=FinishReason.STOP)]
-    (part,) = whole(steps, top)["output"][0]["content"]
-    deltas = [event for event in rendered(steps, top) if event["type"] == "response.output_text.delta"]
-    assert part["logprobs"] == deltas[0]["logprobs"]
-    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == ([] if told is None else [told])

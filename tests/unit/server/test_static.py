@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 import httpx
-import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
@@ -114,19 +113,3 @@ def test_a_file_is_compressed_and_asked_for_again_only_when_it_has_changed() -> 
     again = get("/", **HTML, **{"If-None-Match": whole.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
     assert get("/", **HTML, **{"If-None-Match": '"other"'}).status_code == 200
-
-
-def test_other_clients_get_a_line() -> None:
-    assert re.fullmatch(r"cllm [\w.]+ is running", get("/").text)
-
-
-@pytest.mark.parametrize("name", ["nothing.js", "../app.py", "..%2Fapp.py", "%2e%2e/app.py", "vendor", ""])
-def test_nothing_else_is_served(name: str) -> None:
-    assert get(f"/page/{name}").status_code == 404
-
-
-def test_the_page_needs_no_key_and_what_it_asks_does() -> None:
-    assert get("/", "secret", **HTML).status_code == get("/", "secret").status_code == 200
-    assert get("/page/main.js", "secret").status_code == 200
-    for path in ("/docs", "/live", "/v1/models", "/page", "/pages/x"):
-        assert get(path, "secret").status_code == 401, path

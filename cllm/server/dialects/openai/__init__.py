@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cllm.errors import CllmError
-from cllm.server.dialect import Dialect, get_field, get_status
+from cllm.server.dialect import Dialect, get_status
 
 
 class OpenAIDialect(Dialect):
@@ -18,7 +18,12 @@ class OpenAIDialect(Dialect):
 
     def make_error(self, error: CllmError) -> Any:
         kind = self.get_type(get_status(error))
-        shown = {"message": error.message, "type": kind, "param": get_field(error), "code": error.code}
+        shown = {
+            "message": error.message,
+            "type": kind,
+            "param": getattr(error, "field", None),
+            "code": error.code,
+        }
         return {"error": shown}
 
 

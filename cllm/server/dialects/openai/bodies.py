@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cllm.chat.conversation import (
-    TEXT_PARTS,
-    Conversation,
-    ToolChoice,
-    make_template_options,
-    normalize_messages,
-    write_arguments,
-)
+from cllm.chat import conversation as chats
 from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
 from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
@@ -110,10 +103,6 @@ def check_given(body: Body, *names: str) -> None:
         raise ValueError(f"{missing[0]!r} is missing")
 
 
-def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else stop or ()
-
-
 class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     """Fields that all of OpenAI's routes that generate share."""
 
@@ -122,10 +111,6 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     user: Annotated[Name | None, about("Ignored", "ann")] = None
     stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return list_stops(self.stop)
 
 
 class SchemaFormat(msgspec.Struct, Body, kw_only=True):
@@ -149,7 +134,7 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
     ] = None
     schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is required by the type json_schema, and allowed there only")
 
@@ -189,11 +174,6 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
         return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
 
     @property
-    def scored(self) -> int:
-        """Number of alternatives to each token of the prompt; 0 scores none."""
-        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -206,8 +186,8 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
     thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
 
-    def check(self) -> None:
-        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+    def __post_init__(self) -> None:
+        if self.type in chats.TEXT_PARTS and self.text is None and self.refusal is None:
             raise ValueError("'text' is missing")
 
 
@@ -215,8 +195,8 @@ class CalledFunction(msgspec.Struct, Body, kw_only=True):
     name: CalledName
     arguments: Arguments = "{}"
 
-    def check(self) -> None:
-        self.arguments = write_arguments(self.arguments)
+    def __post_init__(self) -> None:
+        self.arguments = chats.write_arguments(self.arguments)
 
 
 class ToolCallBody(msgspec.Struct, Body, kw_only=True):
@@ -254,7 +234,7 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
     reasoning: ReasoningText = None
     thinking: ReasoningText = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         for name in ("reasoning_content", "reasoning", "thinking"):
             if not isinstance(getattr(self, name), str):
                 setattr(self, name, None)
@@ -306,7 +286,7 @@ class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
         AllowedFunctions | None, about("Tools that may be called", {"mode": "auto", "tools": [TOOL]})
     ] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_given(self, self.type)
 
 
@@ -392,8 +372,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         check_kind(value.get("tool_choice"), "function", "allowed_tools")
         return take_tools(super().prepare(value), "function", default="function")
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         self.set_limit("max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it needs logprobs to be true")
@@ -418,21 +397,23 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         return [tool.function for tool in self.tools] or self.functions
 
     @property
-    def _choice(self) -> ToolChoice:
+    def _choice(self) -> chats.ToolChoice:
         if self.older_form:
             wanted = self.function_call or "auto"
             if isinstance(wanted, ChosenFunction):
-                return ToolChoice.only(wanted.name)
-            return ToolChoice(mode=wanted, parallel=False)
+                return chats.ToolChoice.only(wanted.name)
+            return chats.ToolChoice(mode=wanted, parallel=False)
         choice = self.tool_choice
         if isinstance(choice, str):
-            return ToolChoice.of(choice, parallel=self.parallel_tool_calls)
+            return chats.ToolChoice.of(choice, parallel=self.parallel_tool_calls)
         if choice.type == "function":
             assert choice.function is not None
-            return ToolChoice.only(choice.function.name)
+            return chats.ToolChoice.only(choice.function.name)
         assert choice.allowed_tools is not None
         names = tuple(tool.function.name for tool in choice.allowed_tools.tools)
-        return ToolChoice(mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls)
+        return chats.ToolChoice(
+            mode=choice.allowed_tools.mode, names=names, parallel=self.parallel_tool_calls
+        )
 
     @property
     def effort(self) -> str | None:
@@ -460,17 +441,17 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         )
         return next((wanted for wanted in given if wanted is not None), None)
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`."""
         options = dict(self.chat_template_kwargs or {})
         if self.thinks is not None:
             options.setdefault("enable_thinking", self.thinks)
         content = self.prediction.content if self.prediction is not None else ""
-        return Conversation(
-            messages=normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
+        return chats.Conversation(
+            messages=chats.normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
             reasoning=self.reasoning_format != "none",
             continued=self.continue_final_message is not False,
-            options=make_template_options(options, self.effort),
+            options=chats.make_template_options(options, self.effort),
             think=self.thinks is not False,
             reasoning_budget=self.budget,
             prediction=content if isinstance(content, str) else "".join(part.text for part in content),

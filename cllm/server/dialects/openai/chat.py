@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -15,19 +15,13 @@ from starlette.responses import Response
 
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
-from cllm.server.dialect import DONE, Dialect, StructResponse, encode, get_dialect
-from cllm.server.dialects.llama_server import llama_server, make_verbose, watch_prompt
-from cllm.server.dialects.openai import openai
+from cllm.frontend.async_calls import loaded
+from cllm.server.dialect import DONE, Dialect, encode
+from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
+from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
-from cllm.server.dialects.openai.completions import (
-    CompletionUsage,
-    PromptLogprobs,
-    PromptTokensDetails,
-    make_prompt_logprobs,
-    make_usage,
-)
 from cllm.server.sse import EventStream, collect
-from cllm.server.submit import make_request, model_name, use_engine
+from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
 from cllm.types import FinishReason, TokenLogprob
 
@@ -127,8 +121,8 @@ class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: CompletionUsage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    usage: completions.CompletionUsage
+    prompt_logprobs: completions.PromptLogprobs | UnsetType = UNSET
 
 
 class ChunkDelta(msgspec.Struct, omit_defaults=True):
@@ -157,7 +151,7 @@ class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    usage: CompletionUsage | UnsetType = UNSET
+    usage: completions.CompletionUsage | UnsetType = UNSET
     choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
@@ -165,13 +159,14 @@ _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "Sm
 EXAMPLE = ChatCompletion(
     **_HEAD,
     choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
-    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+    usage=completions.CompletionUsage(4, 3, 7, completions.PromptTokensDetails(0)),
     timings=EXAMPLE_TIMINGS,
 )
-EXAMPLE_CHUNKS = (
-    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),
-    ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(), finish_reason="stop")]),
+_CHUNKS = (
+    ChunkChoice(0, ChunkDelta(role="assistant", content="AI")),
+    ChunkChoice(0, ChunkDelta(), None, "stop"),
 )
+EXAMPLE_EVENTS = b"".join(encode(ChatCompletionChunk(**_HEAD, choices=[each])) for each in _CHUNKS) + DONE
 
 
 class ChatCompletionRenderer:
@@ -195,11 +190,11 @@ class ChatCompletionRenderer:
             )
             for index, reply in enumerate(replies)
         ]
-        usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
+        usage = completions.make_usage((reply.usage for reply in replies), session.prompt_tokens)
         timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
         if (count := self._body.prompt_logprobs) is not None:
             entries = replies[0].prompt_logprobs
-            more["prompt_logprobs"] = [make_prompt_logprobs(entry, count) for entry in entries]
+            more["prompt_logprobs"] = [completions.make_prompt_logprobs(entry, count) for entry in entries]
         return ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
 
     async def chunks(self, session: ChatSession, dialect: Dialect) -> AsyncIterator[bytes]:
@@ -211,7 +206,7 @@ class ChatCompletionRenderer:
         async for step in session.steps():
             index, changes, output = step
             if output.error is not None:
-                yield dialect.frame_failure(output.error)
+                yield dialect.frame_error(output.error.error())
                 return
             plain = output.finish_reason is None and not output.logprobs and not timed
             if plain and len(changes) == 1:
@@ -231,22 +226,9 @@ class ChatCompletionRenderer:
                 yield chunks
         if include_usage:
             timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
-            usage = make_usage(usages, session.prompt_tokens)
+            usage = completions.make_usage(usages, session.prompt_tokens)
             yield encode(ChatCompletionChunk(**self._head, usage=usage, timings=timings))
         yield DONE
-
-    async def with_progress(self, session: ChatSession, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The chunks; before the first with an output, those of the prompt's progress."""
-        for _ in session.streams:
-            yield await anext(chunks)
-        first = asyncio.ensure_future(anext(chunks))
-        total = session.prompt_tokens
-        async for progress in watch_prompt(session.engine, session.streams[0], total, first):
-            choices = [ChunkChoice(0, ChunkDelta())]
-            yield encode(ChatCompletionChunk(**self._head, choices=choices, prompt_progress=progress))
-        yield await first
-        async for chunk in chunks:
-            yield chunk
 
     def _encode_step(self, step: ChatStep, timings: Timings | UnsetType, *, called: bool) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
@@ -297,9 +279,9 @@ class ChatCompletionRenderer:
         return ChunkDelta(tool_calls=[call])
 
 
-@openai.post("/v1/chat/completions", EXAMPLE, events=(*map(encode, EXAMPLE_CHUNKS), DONE), computes=True)
+@openai.post("/v1/chat/completions", EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
 @llama_server.post("/chat/completions", shown=False)
-async def chat(body: ChatBody, http: HttpRequest) -> Response:
+async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = make_request(
@@ -308,19 +290,22 @@ async def chat(body: ChatBody, http: HttpRequest) -> Response:
         body,
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
-        stop=body.stops,
-        logprobs=0 if body.top is None else max(1, body.top),
-        prompt_logprobs=body.scored,
+        stop=body.stop,
+        logprobs=body.top,
+        prompt_logprobs=body.prompt_logprobs,
     )
     session = await open_chat(engine, body.conversation(), request, body.n)
-    head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
+    name = body.model or loaded(engine)[0].name
+    head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)
     if body.stream:
-        chunks = renderer.chunks(session, get_dialect(http.scope))
+        chunks = renderer.chunks(session, http.scope["state"]["dialect"])
         if body.return_progress:
-            chunks = renderer.with_progress(session, chunks)
+            make = partial(ChatCompletionChunk, **head, choices=[ChunkChoice(0, ChunkDelta())])
+            stream, total = session.streams[0], session.prompt_tokens
+            chunks = add_progress(engine, stream, total, chunks, body.n, make)
         return EventStream(engine, session.streams, chunks)
     outputs = await collect(engine, session.streams, http)
     replies = [reply.reply() for reply in session.finish(outputs)]
     more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
-    return StructResponse(renderer.whole(replies, session, **more))
+    return renderer.whole(replies, session, **more)

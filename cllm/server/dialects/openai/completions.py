@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,16 +15,16 @@ from msgspec.structs import force_setattr
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.frontend.async_calls import merged, run_tokenizer, submit_all
+from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit, about
-from cllm.server.dialect import COMMENT, DONE, Dialect, StructResponse, encode, get_dialect
+from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
 from cllm.server.sse import EventStream, collect
-from cllm.server.submit import check_tokens, make_request, model_name, prepare, use_engine
+from cllm.server.submit import check_tokens, make_request, prepare, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Prompt, RequestOutput, TokenLogprob, Usage
@@ -63,8 +64,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
         bool, about("Repeat the prompt before the answer, with `logprobs` of its tokens, too")
     ] = False
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
         if self.max_tokens == -1:
             force_setattr(self, "max_tokens", None)
         if isinstance(self.prompt, list) and len({type(each) for each in self.prompt}) > 1:
@@ -80,10 +80,6 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     def scores_echo(self) -> bool:
         """The tokens of the prompt are among those with log-probabilities."""
         return self.echo and self.logprobs is not None and not self.suffix
-
-    @property
-    def scored(self) -> int:
-        return max(super().scored, max(1, self.logprobs or 0) if self.scores_echo else 0)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -169,7 +165,7 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     """The usage of all choices together; a prompt counts once, however many answers it got."""
     ended = [usage for usage in usages if usage is not None]
     generated = sum(usage.completion_tokens for usage in ended)
-    least = min(ended, key=lambda usage: usage.cached_tokens, default=None)
+    least = min(ended, key=attrgetter("cached_tokens"), default=None)
     details = PromptTokensDetails(least.cached_tokens, least.cached_from) if least else PromptTokensDetails(0)
     usage = CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
     if not any(usage.predicted_tokens for usage in ended):
@@ -180,7 +176,7 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
 
 
 def make_choice(
-    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], *, echo: str = "", offset: int = 0
+    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], echo: str, offset: int
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
@@ -229,30 +225,36 @@ def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLog
     return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
 
 
-@openai.post("/v1/completions", EXAMPLE, events=(encode(_CHUNK), DONE), computes=True)
-async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+@openai.post("/v1/completions", EXAMPLE, events=encode(_CHUNK) + DONE, computes=True)
+async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResponse | Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     best_of = body.best_of or body.n
+    scores = (body.prompt_logprobs, body.logprobs if body.scores_echo else None)
     request = make_request(
         engine,
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
         max_tokens=body.max_tokens,
-        stop=body.stops,
-        logprobs=body.logprobs or int(body.logprobs is not None or best_of > body.n),
-        prompt_logprobs=body.scored,
+        stop=body.stop,
+        logprobs=1 if body.logprobs is None and best_of > body.n else body.logprobs,
+        prompt_logprobs=max((each for each in scores if each is not None), default=None),
     )
-    inputs = [_make_input(engine, body, one) for one in body.prompts]
+    given = [one if isinstance(one, str) else check_tokens(engine, one, "prompt") for one in body.prompts]
+    inputs = [
+        Gap(prefix=one, suffix=body.suffix)
+        if body.suffix
+        else RawText((one,) if isinstance(one, str) else one)
+        for one in given
+    ]
     request, prompts = await prepare(engine, request, inputs)
     echoes = await _detokenize(engine, body.prompts) if body.echo else [""] * len(prompts)
     streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
-    head = CompletionResponse(
-        id=request.id, created=int(time.time()), model=model_name(engine, body.model), choices=[]
-    )
+    name = body.model or loaded(engine)[0].name
+    head = CompletionResponse(id=request.id, created=int(time.time()), model=name, choices=[])
     if body.stream:
-        events = _events(get_dialect(http.scope), body, head, prompts, echoes, streams)
+        events = _events(http.scope["state"]["dialect"], body, head, prompts, echoes, streams)
         return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
     usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
@@ -261,9 +263,9 @@ async def completions(body: CompletionBody, http: HttpRequest) -> Response:
     choices = []
     for index, outputs in enumerate(collected):
         echo = echoes[index // body.n]
-        choices.append(make_choice(body, index, outputs, echo=echo, offset=len(echo)))
+        choices.append(make_choice(body, index, outputs, echo, len(echo)))
     timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
-    return StructResponse(_replace(head, choices=choices, usage=usage, timings=timings))
+    return _replace(head, choices=choices, usage=usage, timings=timings)
 
 
 async def _events(
@@ -285,7 +287,7 @@ async def _events(
     usages: list[Usage | None] = []
     async for index, output in merged(streams):
         if output.error is not None:
-            yield dialect.frame_failure(output.error)
+            yield dialect.frame_error(output.error.error())
             return
         scored = bool(output.prompt_logprobs)
         if output.finish_reason is None and not output.logprobs and not scored:
@@ -293,7 +295,7 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         echo = echoes[index] if scored and body.scores_echo else ""
-        choice = make_choice(body, index, [output], echo=echo, offset=offsets[index])
+        choice = make_choice(body, index, [output], echo, offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         if output.finish_reason is not None:
@@ -308,13 +310,6 @@ async def _events(
         usage = make_usage(usages, sum(map(len, prompts)))
         yield encode(_replace(head, usage=usage, timings=timings))
     yield DONE
-
-
-def _make_input(engine: EngineClient, body: CompletionBody, prompt: str | list[int]) -> RawText | Gap:
-    given = prompt if isinstance(prompt, str) else check_tokens(engine, prompt, "prompt")
-    if body.suffix:
-        return Gap(prefix=given, suffix=body.suffix)
-    return RawText((given,) if isinstance(given, str) else given)
 
 
 async def _detokenize(engine: EngineClient, given: Sequence[str | list[int]]) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
@@ -20,13 +19,13 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
 from cllm.server.body import Body, ModelName, Name, TokenId, about
-from cllm.server.dialect import StructResponse
 from cllm.server.dialects.cllm import cllm
+from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import JsonValue, TextPart
 from cllm.server.sse import collect
-from cllm.server.submit import check_tokens, model_name, tokenize, use_engine
+from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import RAW, Pooling, Request, to_vector
 
 MAX_INPUTS = 2048
@@ -72,20 +71,6 @@ Input = Annotated[
 ]
 
 
-def has_tokens(value: Any) -> bool:
-    """Test whether a list has token ids, which makes it one input."""
-    return isinstance(value, list) and any(isinstance(part, int) for part in value)
-
-
-def split_inputs(value: Any) -> list[list[str | int]]:
-    """Each input as texts and token ids: a list with a number in it is one input."""
-    if has_tokens(value):
-        return [value]
-    if isinstance(value, list):
-        return [pieces for part in value for pieces in split_inputs(part)]
-    return [[value.text if isinstance(value, InputObject) else value]]
-
-
 def check_inputs(field: str, value: Any) -> None:
     """Check inputs beyond their type. Raises ValueError."""
     if not isinstance(value, list):
@@ -113,7 +98,7 @@ class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
         about("Keep only the first dimensions of an embedding, scaled to length 1 again", 64),
     ] = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_inputs("input", self.input)
 
 
@@ -129,7 +114,7 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
         int, about("Norm: -1 none, 0 largest is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64)
     ] = 2
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_inputs("content", self.content)
 
 
@@ -182,7 +167,7 @@ class ScoreBody(msgspec.Struct, Body, kw_only=True):
         about(f"The texts to score against `text_1`; at most {MAX_INPUTS}", ["It is a bear.", "hi"]),
     ]
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         queries, documents = len(self.queries), len(self.documents)
         if queries not in (1, documents):
             raise ValueError(f"text_1: {queries} texts, but {documents} in text_2; give one, or as many")
@@ -319,8 +304,8 @@ async def embed(
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
-def embedding_length(engine: EngineClient) -> int:
-    """Length of this model's embeddings; raises InvalidRequest for a reranker."""
+def check_embeds(engine: EngineClient, dimensions: int | None = None, *, pooled: bool = True) -> int:
+    """Length of this model's embeddings. Raises InvalidRequest where it makes none, or none like these."""
     info, _ = loaded(engine)
     if info.pooling is Pooling.RANK:
         raise InvalidRequest(
@@ -328,6 +313,12 @@ def embedding_length(engine: EngineClient) -> int:
             "--pooling mean, cls or last",
             field="model",
         )
+    if pooled and info.pooling is Pooling.NONE:
+        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
+        raise InvalidRequest(message, "model")
+    if dimensions is not None and dimensions > info.vector_length:
+        message = f"dimensions is {dimensions}, but this model's embeddings have {info.vector_length}"
+        raise InvalidRequest(message, "dimensions")
     return info.vector_length
 
 
@@ -362,43 +353,36 @@ async def score_pairs(
 
 
 @embeddings.post("/v1/embeddings", _EMBEDDED, computes=True)
-async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> Response:
+async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
-    if loaded(engine)[0].pooling is Pooling.NONE:
-        message = "this server pools nothing (--pooling none): use /embedding, a vector a token"
-        raise InvalidRequest(message, "model")
-    if body.dimensions is not None and body.dimensions > length:
-        message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
-        raise InvalidRequest(message, "dimensions")
+    check_embeds(engine, body.dimensions)
     vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
     arrays = (to_vector(data, body.dimensions) for data in vectors)
     as_text = body.encoding_format == "base64"
     shown = (base64.b64encode(array.tobytes()).decode() if as_text else array.tolist() for array in arrays)
     entries = await encode_entries(Embedding(index=index, embedding=one) for index, one in enumerate(shown))
-    model = model_name(engine, body.model)
-    return StructResponse(EmbeddingList(model=model, usage=usage, data=entries))
+    return EmbeddingList(model=body.model or loaded(engine)[0].name, usage=usage, data=entries)
 
 
 @llama_server.post("/embedding", [LlamaEmbedding(0, [_VECTOR])], computes=True)
 @llama_server.post("/embeddings", shown=False)
-async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
+async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
     engine = await use_engine(http, body.model)
-    length = embedding_length(engine)
+    length = check_embeds(engine, pooled=False)
     vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
     arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)
     entries = (LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
-    return StructResponse(await encode_entries(entries))
+    return await encode_entries(entries)
 
 
 @embeddings.post("/v1/rerank", _RANKED, computes=True)
 @embeddings.post("/v1/reranking", shown=False)
 @llama_server.post("/rerank", shown=False)
 @llama_server.post("/reranking", shown=False)
-async def rerank(body: RerankBody, http: HttpRequest) -> Response:
+async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[RankedInList]:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
     texts = body.plain_texts
@@ -408,25 +392,23 @@ async def rerank(body: RerankBody, http: HttpRequest) -> Response:
         plain = [RankedInList(index, scores[index]) for index in best]
         for one in plain if body.return_text else ():
             one.text = texts[one.index]
-        return StructResponse(plain)
+        return plain
     results = [Ranked(index, scores[index]) for index in best]
     for result in results if body.return_documents else ():
         result.document = DocumentBody(text=texts[result.index])
-    model = model_name(engine, body.model)
-    return StructResponse(RerankResponse(model=model, results=results, usage=usage))
+    return RerankResponse(model=body.model or loaded(engine)[0].name, results=results, usage=usage)
 
 
 @embeddings.post("/v1/score", _SCORED, computes=True)
 @cllm.post("/score", shown=False)
-async def score(body: ScoreBody, http: HttpRequest) -> Response:
+async def score(body: ScoreBody, http: HttpRequest) -> ScoreResponse:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
     engine = await use_engine(http, body.model)
     scores, usage = await score_pairs(engine, body.queries, body.documents, "text_2", http)
-    response = ScoreResponse(
+    return ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=model_name(engine, body.model),
+        model=body.model or loaded(engine)[0].name,
         data=[Score(index=index, score=score) for index, score in enumerate(scores)],
         usage=usage,
     )
-    return StructResponse(response)

@@ -7,12 +7,10 @@ from typing import Literal
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
 from cllm.frontend.served_model import ServedModel
 from cllm.models.files import parse_file_type
-from cllm.server.dialect import StructResponse
 from cllm.server.dialects.openai import openai
 from cllm.server.submit import find_model, get_registry
 from cllm.types import Limits, ModelInfo, Pooling
@@ -94,10 +92,13 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelEntry] = []
 
 
-def make_entry(info: ModelInfo) -> ModelEntry:
-    family, quant = info.architecture, parse_file_type(info.description).quant
-    details = ModelDetails(family=family, families=(family,), quantization_level=quant)
-    return ModelEntry(name=info.name, model=info.name, details=details)
+def make_details(info: ModelInfo, parameter_size: str = "") -> ModelDetails:
+    return ModelDetails(
+        family=info.architecture,
+        families=(info.architecture,),
+        parameter_size=parameter_size,
+        quantization_level=parse_file_type(info.description).quant,
+    )
 
 
 def make_model(
@@ -146,17 +147,18 @@ def _list_capabilities(info: ModelInfo) -> Iterator[str]:
 
 
 @openai.get("/v1/models", ModelList(data=[LISTED_MODEL]))
-async def models(http: HttpRequest) -> Response:
+async def models(http: HttpRequest) -> ModelList:
     """List the models."""
     served = get_registry(http).served
-    entries = [make_entry(model.info) for model in served if model.info is not None]
-    return StructResponse(ModelList(data=[describe_model(model) for model in served], models=entries))
+    infos = [model.info for model in served if model.info is not None]
+    entries = [ModelEntry(name=info.name, model=info.name, details=make_details(info)) for info in infos]
+    return ModelList(data=[describe_model(model) for model in served], models=entries)
 
 
 @openai.get("/v1/models/{name:path}", LISTED_MODEL)
-async def model(name: str, http: HttpRequest) -> Response:
+async def model(name: str, http: HttpRequest) -> Model:
     """Describe the model that serves requests for this name."""
-    return StructResponse(describe_model(find_model(http, name), name))
+    return describe_model(find_model(http, name), name)
 
 
 def describe_model(model: ServedModel, name: str = "") -> Model:
