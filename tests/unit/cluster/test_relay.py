@@ -48,10 +48,7 @@ class FakeReplica:
         self._relay = relay
         self.sent: list[msgspec.Struct] = []
         self.slots = slots
-        self.remote: RemoteReplica = relay.join(name, self)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self.sent.append(message)
+        self.remote: RemoteReplica = relay.join(name, self.sent.append)
 
     def become_ready(self) -> None:
         limits = Limits(
@@ -364,4 +361,4 @@ def test_saved_slots_are_refused() -> None:
 def test_gateways_share_replicas() -> None:
     gateway = Gateway("a", "b")
     gateway.replicas[0].report("gate", "other")
-    assert (gateway.relay._placer._gateway, gateway.relay._placer._gateways) == (0, 2)
+    assert (gateway.relay._placer.gateway, gateway.relay._placer.gateways) == (0, 2)
