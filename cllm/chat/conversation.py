@@ -102,7 +102,8 @@ class MessageBuilder:
 
     def add_text(self, role: str, text: str) -> None:
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != role or not (self._combine or role == "system" or _only_reasoning(last)):
+        reasoned = last.get("reasoning_content") and not last["content"] and "tool_calls" not in last
+        if last.get("role") != role or not (self._combine or role == "system" or reasoned):
             self.messages.append({"role": role, "content": text})
         else:
             last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
@@ -143,10 +144,6 @@ class MessageBuilder:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
-
-
-def _only_reasoning(message: dict[str, Any]) -> bool:
-    return bool(message.get("reasoning_content")) and not message["content"] and "tool_calls" not in message
 
 
 def note_media(kind: str) -> str:

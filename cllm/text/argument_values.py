@@ -7,21 +7,18 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from cllm.text.chat_format import dump_json, get_type
 from cllm.text.json_schema import MAX_NESTING, count_nesting, get_property, get_types, resolve
 
-
-class NoValue(Enum):
-    NO_VALUE = "no value"
-
-
-NO_VALUE = NoValue.NO_VALUE
-GEMMA_QUOTE = '<|"|>'
+NO_VALUE: Any = object()  # where a text has none
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[nrt\\'\"])")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+# A string between quote tokens, one of JSON, or a name without quotes.
+_GEMMA_PART = re.compile(
+    r'<\|"\|>(.*?)<\|"\|>|("(?:\\.|[^"\\])*")|([{,]\s*)([^\s",:{}\[\]][^",:{}\[\]]*):', re.DOTALL
+)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -88,30 +85,15 @@ def parse_gemma(text: str) -> Any:
     """Gemma's literals: names without quotes, strings between quote tokens."""
     if (value := parse_json(text)) is not NO_VALUE:
         return value
-    strings: list[str] = []
 
-    def keep(match: re.Match[str]) -> str:
-        literal = parse_literal(match[0]) if match[1] is None else match[1]
-        strings.append(literal if isinstance(literal, str) else match[0])
-        return f'"{len(strings) - 1}"'
+    def quote(match: re.Match[str]) -> str:
+        between, plain, before, name = match.groups()
+        if name is not None:
+            return f"{before}{json.dumps(name)}:"
+        literal = parse_literal(plain) if between is None else between
+        return json.dumps(literal if isinstance(literal, str) else plain)
 
-    hidden = re.sub(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*"', keep, text, flags=re.DOTALL)
-    quoted = re.sub(r'([{,]\s*)([^\s",:{}\[\]][^",:{}\[\]]*):', r'\1"=\2":', hidden)
-
-    def restore(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                key[1:] if key[:1] == "=" else strings[int(key)]: restore(item) for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [restore(item) for item in value]
-        return strings[int(value)] if isinstance(value, str) else value
-
-    value = parse_literal(quoted)
-    try:
-        return value if value is NO_VALUE else restore(value)
-    except (ValueError, IndexError):
-        return NO_VALUE
+    return parse_literal(_GEMMA_PART.sub(quote, text))
 
 
 def parse_tags(text: str, mark: str, schema: Any = None, root: Mapping[str, Any] | None = None) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cllm.text.chat_format import (
+    GEMMA_QUOTE,
     CallStyle,
     ChatFormat,
     Slot,
@@ -17,15 +18,22 @@ from cllm.text.chat_format import (
     write_gemma,
     write_python,
 )
-from cllm.text.json_schema import escape_name, get_text_expression, get_types, get_values, resolve
+from cllm.text.json_schema import (
+    escape_name,
+    escape_regex,
+    get_text_expression,
+    get_types,
+    get_values,
+    resolve,
+)
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MAX_CALLS = 16  # in one answer
 MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
 MAX_FREE = 8  # arguments of a tool that does not name them
-_SLOTS = {Slot.ID: r"/[a-zA-Z0-9]{9}/", Slot.INDEX: r"/[0-9]{1,2}/"}
+_SLOTS = {Slot.ID: "[a-zA-Z0-9]{9}", Slot.INDEX: "[0-9]{1,2}"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
-_QUOTE, _COMMA = '<|"|>', '","'
+_COMMA = '","'
 
 
 def make_call_grammar(
@@ -100,7 +108,8 @@ class _Grammar:
     def _text(self, text: str, name: str = "", kind: str = "") -> str:
         """A marker: literals, control tokens and slots."""
         written: list[str] = []
-        words = {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind), **_SLOTS}
+        words = {slot: f"/{pattern}/" for slot, pattern in _SLOTS.items()}
+        words |= {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind)}
         for part in split_slots(text):
             if part in words:
                 written.append(words[part])
@@ -131,9 +140,8 @@ class _Grammar:
     def _value_schema(self, tool: Tool, slot: str, place: str) -> Any:
         if slot == Slot.ARGUMENTS:
             return relocate(forbid_extra_arguments(tool.schema), place)
-        patterns = {Slot.ID: "^[a-zA-Z0-9]{9}$", Slot.INDEX: "^[0-9]{1,2}$"}
-        if slot in patterns:
-            return {"type": "string", "pattern": patterns[slot]}
+        if slot in _SLOTS:
+            return {"type": "string", "pattern": f"^{_SLOTS[slot]}$"}
         return {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
 
     def _style(self) -> dict[str, Any]:
@@ -238,7 +246,7 @@ class _Grammar:
         text = get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
-        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{_escape_regex(plain)}/")
+        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{escape_regex(plain)}/")
         return f"{rule}_text {self._text(closing[len(plain) :])}"
 
     def _python(
@@ -262,7 +270,7 @@ class _Grammar:
             each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
             return f"({_any(each)})"
         if "string" in types or not types:
-            return f"{self._text(_QUOTE)} {self._raw(rule, _QUOTE, schema)}"
+            return f"{self._text(GEMMA_QUOTE)} {self._raw(rule, GEMMA_QUOTE, schema)}"
         inner = _get_inner(schema, types)
         if inner is None or depth > MAX_DEPTH:
             return self._add_rule(rule, self._json_within(schema, root))
@@ -343,7 +351,3 @@ def relocate(schema: Any, place: str) -> Any:
             for key, value in schema.items()
         }
     return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema
-
-
-def _escape_regex(text: str) -> str:
-    return re.sub(r"([\\.^$*+?{}\[\]|()/&~])", r"\\\1", text).replace("\n", "\\n")

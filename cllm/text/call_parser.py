@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from cllm.text.argument_values import (
+from cllm.text.argument_values import NO_VALUE, convert, parse_gemma, parse_json, parse_literal
+from cllm.text.chat_format import (
     GEMMA_QUOTE,
-    NO_VALUE,
-    convert,
-    parse_gemma,
-    parse_json,
-    parse_literal,
+    CallFormat,
+    CallStyle,
+    Slot,
+    dump_json,
+    first_piece,
+    split_slots,
 )
-from cllm.text.chat_format import CallFormat, CallStyle, Slot, dump_json, first_piece, split_slots
 from cllm.text.detokenizer import count_possible
 from cllm.text.json_schema import get_property, get_types
 
@@ -59,15 +59,8 @@ class CallParser:
         return new
 
 
-class _Wants(Enum):
-    """The next part of an object."""
-
-    OBJECT = "{"
-    KEY = "a key, a comma or }"
-    KEY_END = "the rest of a key"
-    COLON = ":"
-    VALUE = "a value"
-    VALUE_END = "the rest of a value"
+# The next part of an object; a `key` may also be a comma or the closing brace.
+_Wants = Literal["{", "key", "rest of a key", ":", "value", "rest of a value"]
 
 
 class ObjectCallParser(CallParser):
@@ -82,7 +75,8 @@ class ObjectCallParser(CallParser):
         self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == Slot.ARGUMENTS != key))
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
-        self._wants, self._key = (_Wants.OBJECT, "") if name is None else (_Wants.VALUE, ARGUMENT_KEYS[0])
+        self._wants: _Wants = "{" if name is None else "value"
+        self._key = "" if name is None else ARGUMENT_KEYS[0]
         self.foreign = False  # it has a key that no tool call has
         self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
@@ -107,28 +101,28 @@ class ObjectCallParser(CallParser):
 
     def _read(self, character: str) -> None:
         wants = self._wants
-        if wants in (_Wants.KEY_END, _Wants.VALUE_END):
+        if wants in ("rest of a key", "rest of a value"):
             self._read_part(character)
         elif character.isspace():
             return
-        elif wants is _Wants.VALUE:
+        elif wants == "value":
             self._start_value(character)
-        elif wants is _Wants.OBJECT and character == "{":
-            self._wants = _Wants.KEY
-        elif wants is _Wants.COLON and character == ":":
-            self._wants = _Wants.VALUE
-        elif wants is _Wants.KEY and character == '"':
-            self._start_part(character, _Wants.KEY_END)
-        elif wants is _Wants.KEY and character == "}":
+        elif wants == "{" and character == "{":
+            self._wants = "key"
+        elif wants == ":" and character == ":":
+            self._wants = "value"
+        elif wants == "key" and character == '"':
+            self._start_part(character, "rest of a key")
+        elif wants == "key" and character == "}":
             self._end_object()
-        elif not (wants is _Wants.KEY and character == ","):
+        elif not (wants == "key" and character == ","):
             self.failed = True
 
     def _start_value(self, character: str) -> None:
         if character == "{" and self._key in self._name_keys and not self._wrapped:
-            self._wrapped, self._wants = True, _Wants.KEY
+            self._wrapped, self._wants = True, "key"
         else:
-            self._start_part(character, _Wants.VALUE_END)
+            self._start_part(character, "rest of a value")
 
     def _start_part(self, character: str, wants: _Wants) -> None:
         self._part, self._nesting, self._wants = [], 0, wants
@@ -149,7 +143,7 @@ class ObjectCallParser(CallParser):
             closes, self._in_string = self._in_string, not self._in_string
         elif not self._in_string:
             self._nesting += (character in "{[") - (character in "}]")
-        is_argument = self._wants is _Wants.VALUE_END and self._key in self._argument_keys
+        is_argument = self._wants == "rest of a value" and self._key in self._argument_keys
         if is_argument and self._part[0] != '"':
             self._arguments.append(character)
         if closes and self._nesting <= 0:
@@ -157,21 +151,18 @@ class ObjectCallParser(CallParser):
 
     def _end_part(self) -> None:
         value = parse_json("".join(self._part))
-        if self._wants is _Wants.KEY_END:
-            self._end_key(value if isinstance(value, str) else "")
+        if self._wants == "rest of a key":
+            self._key, self._wants = value if isinstance(value, str) else "", ":"
+            if self._key and self._name_is_key and self.name is None:
+                self.name, self._key = self._key, ARGUMENT_KEYS[0]
+            self.foreign = self.foreign or self._key not in self._known
             return
-        self._wants = _Wants.KEY
+        self._wants = "key"
         self.done = self._arguments_only
         if self._key in self._name_keys and isinstance(value, str):
             self.name = value
         elif self._key in self._argument_keys and isinstance(value, str):
             self._arguments.append(value)  # some models write the arguments as a string of JSON
-
-    def _end_key(self, key: str) -> None:
-        self._key, self._wants = key, _Wants.COLON
-        if key and self._name_is_key and self.name is None:
-            self.name, self._key = key, ARGUMENT_KEYS[0]
-        self.foreign = self.foreign or self._key not in self._known
 
     def _end_object(self) -> None:
         self.done = not self._wrapped

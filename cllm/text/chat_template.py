@@ -48,7 +48,7 @@ class TemplateStopped(Exception):
     """The template exceeded a limit; the message names it."""
 
 
-class TemplateRefused(Exception):
+class TemplateRefused(InvalidRequest):
     """The template raised an error on these messages; it may take them in another shape."""
 
 
@@ -80,18 +80,14 @@ def deadly_guard() -> Iterator[None]:
     made = hasattr(_libc, "timer_create") and not _libc.timer_create(
         clock, ctypes.byref(event), ctypes.byref(timer)
     )
-    if not made:
+    if made:
+        _libc.timer_settime(timer, 0, ctypes.byref(times), None)
+    else:
         signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        return
-    _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     try:
         yield
     finally:
-        _libc.timer_delete(timer)
+        _libc.timer_delete(timer) if made else signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class ChatTemplate:
@@ -103,29 +99,19 @@ class ChatTemplate:
         self._lock = threading.Lock()  # the environment counts for one render at a time
 
     def render(self, /, **variables: Any) -> str:
-        """Render the template. Any failure inside it raises InvalidRequest."""
-        try:
-            return self.attempt(**variables)
-        except TemplateRefused as error:
-            raise InvalidRequest(str(error), field="messages") from None
-
-    def attempt(self, /, **variables: Any) -> str:
         """Render the template. Raises TemplateRefused for its own errors, InvalidRequest for others."""
         try:
             with self._lock, self._guard():
                 return self._environment.run(self._compiled, variables)
         except TemplateStopped as error:
-            reason = f"was stopped: {error}"
+            kind, reason = InvalidRequest, f"was stopped: {error}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"cannot be used: line {error.lineno}: {error.message}"
+            kind, reason = InvalidRequest, f"cannot be used: line {error.lineno}: {error.message}"
         except jinja2.TemplateError as error:
-            raise TemplateRefused(
-                f"the model's chat template refuses these messages: {error.message}"
-            ) from None
+            kind, reason = TemplateRefused, f"refuses these messages: {error.message}"
         except Exception as error:  # a template can raise anything
-            name = type(error).__name__
-            raise TemplateRefused(f"the model's chat template failed on these messages ({name})") from None
-        raise InvalidRequest(f"the model's chat template {reason}", field="messages")
+            kind, reason = TemplateRefused, f"failed on these messages ({type(error).__name__})"
+        raise kind(f"the model's chat template {reason}", field="messages")
 
     @cached_property
     def _environment(self) -> _Environment:

@@ -93,6 +93,11 @@ def escape_name(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
+def escape_regex(text: str) -> str:
+    """A regular expression of exactly this text."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text).replace("\n", "\\n")
+
+
 def get_text_expression(schema: Mapping[str, Any]) -> str:
     """A regular expression of the texts that the schema of a string allows, as far as it can be said."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")

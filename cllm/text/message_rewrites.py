@@ -412,9 +412,6 @@ _REASONING = dict.fromkeys(REASONING_FIELDS, "Zulu_6")
 _REASONED = [_A, _say("assistant", "Zulu_7", _call(1), **_REASONING), _result(1)]
 # Objects in the place of text: the template expects text there.
 _OBJECTS = ("{'city", "{'type", '{"type": "thinking')
-_CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name"}}}
-_NAME = "Zulu_tool"
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": _CITY}}
 _PROBES = (
     RewriteProbe((merge_roles,), [_A, _B], "Zulu_1 Zulu_2"),
     RewriteProbe(
@@ -458,7 +455,6 @@ class TemplateRewrites:
         self.no_tools: list[Any] | None = None  # stands for no tools; some templates need a list
         if render([_A], None) is None:
             self.no_tools = []
-        self.takes_tools = _NAME in (render([_A], [_TOOL]) or "")
         self._needed = self._find(_PROBES, render, set())
         self._with_tools = self._find(_TOOL_PROBES, render, self._needed)
 

@@ -18,7 +18,7 @@ import msgspec
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat, Tool
-from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
+from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate, TemplateRefused, tojson
 from cllm.text.format_analysis import derive_format
 from cllm.text.message_rewrites import (
     Message,
@@ -39,11 +39,6 @@ from cllm.types import (
 )
 
 log = logging.getLogger(__name__)
-CHATML = """\
-{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 DERIVE_LIMIT_S = 2.0  # CPU time
 NO_SHAPE = "merging its system texts, equal roles and tool calls into other messages did not help"
 # What templates call the switch of the reasoning, with the value that is off.
@@ -91,7 +86,7 @@ class PromptBuilder:
     ) -> None:
         """`tool_template` is for conversations with tools, where the model has two; the default is ChatML."""
         self._vocabulary = vocabulary
-        self._template = template or ChatTemplate(CHATML)
+        self._template = template or ChatTemplate(BUILTIN_TEMPLATES["chatml"])
         self._tool_template = tool_template or self._template
         self._rewrites: dict[ChatTemplate, TemplateRewrites] = {}
         self._formats: dict[ChatTemplate, ChatFormat] = {}
@@ -249,8 +244,7 @@ class PromptBuilder:
         """Render; with the tools in words where the template takes none, or refuses these."""
         rewrites = self._find_rewrites(self._tool_template if chat.tools else self._template)
         known = self.describe(tools=bool(chat.tools))
-        takes = known.takes_tools and rewrites.takes_tools and known.calls != GENERIC.calls
-        if not chat.tools or not takes:
+        if not chat.tools or not known.takes_tools or known.calls == GENERIC.calls:
             return self._shape(chat, safe, rewrites, in_words=bool(chat.tools))
         try:
             return self._shape(chat, safe, rewrites, in_words=False)
@@ -278,7 +272,7 @@ class PromptBuilder:
         refusal = ""
         for shape in rewrites.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
             try:
-                rendered = template.attempt(**{**variables, "messages": safe(shape)})
+                rendered = template.render(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:
                 refusal = refusal or str(error)
             else:
@@ -317,7 +311,7 @@ class PromptBuilder:
         """Messages of our own through the template; None where it refuses them."""
         variables = self._variables(tools or [], options)
         try:
-            return template.attempt(**{**variables, "tools": tools, "messages": _map_strings(messages, str)})
+            return template.render(**{**variables, "tools": tools, "messages": _map_strings(messages, str)})
         except TemplateRefused:
             return None
 

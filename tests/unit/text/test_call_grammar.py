@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
-from cllm.text.chat_format import CallStyle, ChatFormat, Tool, WrittenCall, write_calls
-from cllm.text.declared_formats import DECLARED
+from cllm.text.chat_format import DECLARED, CallStyle, ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import OutputParser
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintSpec, FinishReason
