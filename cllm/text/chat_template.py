@@ -166,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Render within the limits. Raises TemplateStopped, and what the template itself raises."""
         self._started = time.thread_time()
         # Twice: JSON may escape a character with two.
-        self._max_length = MAX_ADDED + 2 * _count_characters(variables)
+        self._max_length = MAX_ADDED + 2 * len(repr(variables))
         parts: list[str] = []
         length = 0
         for part in template.generate(dict(variables)):
@@ -216,17 +216,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _count_characters(value: Any) -> int:
-    """The number of characters of all strings in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(str(key)) + _count_characters(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_count_characters, value))
-    return 0
 
 
 class GenerationTag(Extension):

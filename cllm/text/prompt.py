@@ -301,7 +301,7 @@ class PromptBuilder:
         """Find the rewrites that a template needs, once."""
         if template not in self._rewrites:
             found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
-            log.debug("the chat template needs these rewrites: %s", ", ".join(found.names) or "none")
+            log.debug("the chat template needs these rewrites: %s", found)
             self._rewrites[template] = found
         return self._rewrites[template]
 

@@ -150,17 +150,12 @@ class Constraint:
             return None
         spelled, self.watch = self.watch.spell(token), None
         begun, rest = spelled[: len(spelled) - beyond], spelled[len(spelled) - beyond :]
-        if self._consume(rest):
-            return (token,)
-        return self._tokenizer.tokenize_bytes(begun) or (token,)
-
-    def _consume(self, text: bytes) -> bool:
-        """Advance by a text; False, and nothing has changed, if the grammar does not allow it."""
-        tokens = self._tokenizer.tokenize_bytes(text) if text else []
+        tokens = self._tokenizer.tokenize_bytes(rest) if rest else []
         fits = self._matcher.validate_tokens(tokens) == len(tokens)
-        if not fits or self._tokenizer.decode_bytes(tokens) != text:
-            return False
-        return not tokens or self._matcher.consume_tokens(tokens)
+        if not fits or self._tokenizer.decode_bytes(tokens) != rest:
+            return self._tokenizer.tokenize_bytes(begun) or (token,)
+        self._matcher.consume_tokens(tokens)
+        return (token,)
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""

@@ -48,7 +48,7 @@ from cllm.server.dialects.openai.bodies import (
 )
 from cllm.server.generation import GenerationBody
 from cllm.server.submit import make_request, model_name, use_engine
-from cllm.text.argument_values import parse_object
+from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
 
