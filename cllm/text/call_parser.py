@@ -197,22 +197,19 @@ class NamedParser(CallParser):
     def feed(self, text: str) -> str:
         self._buffer += text
         if self.name is None:
-            self._read_name()
+            start = len(self._buffer) - len(self._buffer.lstrip())
+            end = self._name_end.search(self._buffer, start)
+            name = self._buffer[start : end.start() if end else None]
+            if len(name) > MAX_NAME or _NO_NAME.search(name) or (end and not name):
+                self.failed = True
+            elif end:
+                self.name, self._buffer = name.rstrip(), self._buffer[end.start() :]
         while self.name is not None and not (self.done or self.failed) and self._step():
             pass
         if not (self.done or self.failed):
             return ""
         rest, self._buffer = self._buffer, ""
         return rest
-
-    def _read_name(self) -> None:
-        start = len(self._buffer) - len(self._buffer.lstrip())
-        end = self._name_end.search(self._buffer, start)
-        name = self._buffer[start : end.start() if end else None]
-        if len(name) > MAX_NAME or _NO_NAME.search(name) or (end and not name):
-            self.failed = True
-        elif end:
-            self.name, self._buffer = name.rstrip(), self._buffer[end.start() :]
 
     def _step(self) -> bool:
         """Read some of the buffer; False where more text is needed."""
@@ -289,22 +286,18 @@ class LiteralCallParser(NamedParser):
         elif taken in self._quotes:
             self._quote = taken
             self._part.append(taken)
-        else:
-            self._read_outside(taken)
-
-    def _read_outside(self, character: str) -> None:
-        if self._nesting == 0:
+        elif self._nesting == 0:
             self._nesting = 1
             self._arguments.append("{")
-        elif self._nesting == 1 and character in (",", self._closes):
+        elif self._nesting == 1 and taken in (",", self._closes):
             self._end_argument()
-            self.done = character == self._closes
+            self.done = taken == self._closes
             self._arguments += ["}"] if self.done else []
-        elif self._key is None and character == self._equals:
+        elif self._key is None and taken == self._equals:
             self._key, self._part = "".join(self._part).strip(), []
         else:
-            self._nesting += (character in "{[(") - (character in "}])")
-            self._part.append(character)
+            self._nesting += (taken in "{[(") - (taken in "}])")
+            self._part.append(taken)
 
     def _end_argument(self) -> None:
         text, self._part = "".join(self._part).strip(), []

@@ -6,6 +6,7 @@ Formats that no rendering shows are declared, and chosen by what the template re
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -119,20 +120,13 @@ def derive_format(
     found = _replace(found, takes_tools=probe.takes_tools)
     if found.calls.bare and PYTHON_TAG in (tokens or {}):
         found = _replace(found, calls=_replace(found.calls, other_openings=(PYTHON_TAG,)))
-    found = _replace(found, calls=_without_ends(found.calls, ends))
+    closings = {"closing": found.calls.closing, "section_closing": found.calls.section_closing}
+    for name, end in itertools.product(closings, ends):  # what ends an answer is no part of it
+        closings[name] = closings[name].partition(end)[0]
+    found = _replace(found, calls=_replace(found.calls, **closings))
     texts = found.marker_texts
     used = {text: token for text, token in (tokens or {}).items() if any(text in marker for marker in texts)}
     return _replace(found, tokens=tuple(sorted(used.items())))
-
-
-def _without_ends(calls: CallFormat, ends: Collection[str]) -> CallFormat:
-    """Closings without the tokens that end an answer, which is no part of it."""
-    closings = {"closing": calls.closing, "section_closing": calls.section_closing}
-    for name, closing in closings.items():
-        for end in ends:
-            closing = closing.partition(end)[0]
-        closings[name] = closing
-    return _replace(calls, **closings)
 
 
 def _derive(probe: TemplateProbe) -> ChatFormat:
@@ -255,26 +249,21 @@ def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
     if to_key.strip() == "{" and to_value.startswith(":"):
         pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
         return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
-    nested = ""
     keyed = [part.replace(key, Slot.KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
-    if Slot.KEY in keyed[0]:
-        nested = re.split(rf"</{Slot.KEY}>", keyed[0])[0]
+    nested = keyed[0].partition(f"</{Slot.KEY}>")[0] if Slot.KEY in keyed[0] else ""
     value_closing = _common_prefix(*keyed)
     key_opening = _common_suffix(to_key, keyed[0][len(value_closing) :])
     if not value_closing.strip() or not key_opening.strip():
         raise ValueError("no tags stand around the arguments")
     closing, types = _find_types(probe, to_value)
-    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], Slot.KEY)[len(value_closing) :]]
-    if two:
-        ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
-        cut = [
-            end.replace(key, Slot.KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)
-        ]
-        frame_pieces = [two.partition(NAMES[0])[0], *cut]
+    ends = [end]
     after_name = to_key[: len(to_key) - len(key_opening)]
     if two:
+        ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
         second = _between(two, NAMES[1], KEYS[2])
         after_name = _join([after_name, second[: len(second) - len(key_opening)]])
+    keyed_ends = (each.replace(key, Slot.KEY) for each, key in zip(ends, KEYS[1:], strict=False))
+    pieces = [(two or one).partition(NAMES[0])[0], *(each[len(value_closing) :] for each in keyed_ends)]
     return CallFormat(
         style=CallStyle.TAGGED,
         after_name=after_name,
@@ -285,7 +274,7 @@ def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
         types=types,
         nested=nested,
         cdata="<![CDATA[" in probe.calling_with({KEYS[0]: f"{VALUES[0]}\n<&>"}),
-        **_frame(frame_pieces),
+        **_frame(pieces),
     )
 
 

@@ -436,8 +436,6 @@ _PROBES = (
     Probe((text_as_reasoning,), _REASONED, "Zulu_f1 Zulu_r1"),
     Probe((reasoning_as_part,), _REASONED, "Zulu_6 Zulu_7 Zulu_f1"),
 )
-# Some templates write the system's text only while the user speaks last: agents would lose it.
-_TOOL_PROBES = (Probe((merge_system,), [_SYSTEM, *_CALLED], "Zulu_4 Zulu_f1"),)
 Render = Callable[[list[Message], Any], str | None]
 """Renders messages with a value of `tools`; None where the template refuses them."""
 
@@ -450,7 +448,9 @@ class TemplateRewrites:
         if render([_A], None) is None:
             self.no_tools = []
         self._needed = self._find(_PROBES, render, set())
-        self._with_tools = self._find(_TOOL_PROBES, render, self._needed)
+        # Some templates write the system's text only while the user speaks last: agents would lose it.
+        last = Probe((merge_system,), [_SYSTEM, *_CALLED], "Zulu_4 Zulu_f1")
+        self._with_tools = self._find((last,), render, self._needed)
 
     def _find(self, probes: Iterable[Probe], render: Render, needed: set[Rewrite]) -> set[Rewrite]:
         for probe in probes:

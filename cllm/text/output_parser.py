@@ -173,7 +173,10 @@ class OutputParser:
         self._say(self._buffer[:at], ContentText)
         self._buffer = self._buffer[at + len(core) :]
         strays = kind == "closing" and self._run.said
-        if strays or (kind == "reasoning" and not self._opens_reasoning()):
+        # Reasoning starts an answer; once there was some, it may also start on a new line.
+        opens = self._format.lead or self._format.text_openings or not self._run.said
+        opens = opens or (self._reasoned and "\n" in self._run.blanks)
+        if strays or (kind == "reasoning" and not opens):
             self._say(core, ContentText)
             return True
         self._lead = ""
@@ -193,12 +196,6 @@ class OutputParser:
         if self._lead and text:
             text, self._lead = text.removeprefix(self._lead), ""
         self._events += self._run.add(text, kind)
-
-    def _opens_reasoning(self) -> bool:
-        """Reasoning starts an answer; once there was some, it may also start on a new line."""
-        if self._format.lead or self._format.text_openings or not self._run.said:
-            return True
-        return self._reasoned and "\n" in self._run.blanks
 
     def _enter_reasoning(self, opening: str) -> bool:
         self._run.skip = _right(opening) if self._format.exact else None
@@ -511,7 +508,9 @@ class CallReader:
         """Report a call, unless it may still turn out to be an earlier one again."""
         self._held += new
         if not self._started:
-            if self._distinct and self._is_repeated(name, complete):
+            same = [text for other, text in self._earlier if other == name and text.startswith(self._held)]
+            may_be_same = self._held in same if complete else same and len(self._held) <= MAX_HELD
+            if self._distinct and may_be_same:
                 return
             events.append(ToolCallStart(self.count, name))
             self._started = True
@@ -521,10 +520,3 @@ class CallReader:
         if self._held:
             events.append(ToolCallArguments(self.count - 1, self._held))
             self._held = ""
-
-    def _is_repeated(self, name: str, complete: bool) -> bool:
-        if complete:
-            return (name, self._held) in self._earlier
-        if len(self._held) > MAX_HELD:
-            return False
-        return any(name == other and text.startswith(self._held) for other, text in self._earlier)
