@@ -323,18 +323,13 @@ def _same(form: str, roles: str = "system user assistant", trim: bool = False) -
 
 _END = "<｜end▁of▁sentence｜>"
 _COMMAND = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
-_OPENCHAT = "GPT4 Correct Assistant:"
 _TURNS = {
     "chatml": _same("<|im_start|>ROLE\n{}<|im_end|>\n"),
     "command-r": _same(_COMMAND, "SYSTEM USER CHATBOT", trim=True),
     "deepseek": _Turns("{}", "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "### Response:\n"),
     "deepseek2": _Turns("{}\n\n", "User: {}\n\n", "Assistant: {}" + _END, "Assistant:"),
     "deepseek3": _Turns("{}\n\n", "<｜User｜>{}", "<｜Assistant｜>{}" + _END, "<｜Assistant｜>"),
-    "exaone3": _Turns(
-        *("[|system|]{}[|endofturn|]\n", "[|user|]{}\n", "[|assistant|]{}[|endofturn|]\n"),
-        opening="[|assistant|]",
-        trim=True,
-    ),
+    "exaone3": _same("[|ROLE|]{}[|endofturn|]\n", trim=True)._replace(user="[|user|]{}\n"),
     "falcon3": _same("<|ROLE|>\n{}\n"),
     "gemma": _Turns(
         *("{}\n\n", "{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"),
@@ -351,11 +346,8 @@ _TURNS = {
     "mistral-v3-tekken": _Turns("{}\n\n", "{}[/INST]", "{}</s>", begin="[INST]"),
     "mistral-v7": _Turns("[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}</s>"),
     "mistral-v7-tekken": _Turns("[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}</s>"),
-    "openchat": _Turns(
-        "{}<|end_of_turn|>",
-        "GPT4 Correct User: {}<|end_of_turn|>",
-        f"{_OPENCHAT} {{}}<|end_of_turn|>",
-        _OPENCHAT,
+    "openchat": _same("GPT4 Correct ROLE: {}<|end_of_turn|>", "System User Assistant")._replace(
+        system="{}<|end_of_turn|>", opening="GPT4 Correct Assistant:"
     ),
     "phi3": _same("<|ROLE|>\n{}<|end|>\n"),
     "phi4": _same("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),

@@ -306,7 +306,8 @@ class _TextMarkers:
             dropped += (*chat_format.reasoning_openings, *chat_format.reasoning_closings)
         kinds |= dict.fromkeys(dropped, "dropped")
         if reasoning:
-            kinds |= dict.fromkeys(chat_format.reasoning_closings, "closing") | kinds
+            closings: dict[str, _Kind] = dict.fromkeys(chat_format.reasoning_closings, "closing")
+            kinds |= closings | kinds
             kinds |= dict.fromkeys(chat_format.reasoning_openings, "reasoning")
         found = {whole.strip(): (whole, kind) for whole, kind in kinds.items()}
         self.by_core = dict(sorted(found.items(), key=lambda item: -len(item[0])))

@@ -22,8 +22,9 @@ class PowerOfTwo(ReplicaPlacer):
         two = random.sample(numbers, min(2, len(numbers)))
         best = min(two, key=lambda number: len(self._replicas[number].requests))
         placement = ReplicaChoice(request_id, best, tokens, ())
-        self._replicas[best].placed[request_id] = placement
-        self._replicas[best].set_pending(request_id, tokens)
+        chosen = self._replicas[best]
+        chosen.placed[request_id], chosen.requests[request_id] = placement, tokens
+        chosen.update()
         return placement
 
 

@@ -233,8 +233,8 @@ def _wanted(message: Message, written: str) -> Parts:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         if call["function"]["name"] in written:
             calls.append((call["function"]["name"], parsed))
-    shown = (text if text.strip() in written else "" for text in (reasoning, content))
-    return Parts(*shown, tuple(calls))
+    reasoning, content = (text if text.strip() in written else "" for text in (reasoning, content))
+    return Parts(reasoning, content, tuple(calls))
 
 
 def read_turn(family: Family, turn: Turn, rng: random.Random, *, single: bool = False) -> Parts:
