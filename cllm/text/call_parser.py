@@ -412,10 +412,16 @@ class TaggedCallParser(NamedParser):
             self._value.append(text)
         if not found:
             return False
-        written = "".join(self._value)
-        value = '"' if self._streams else convert(written, self._types, self._form.nested, *self._property)
-        self._arguments.append(value)
+        written, nested, types = "".join(self._value), self._form.nested, self._types
         self._value = self._key = None
+        if self._streams:
+            self._arguments.append('"')
+        elif nested and nested in written:
+            value = parse_tags(written, nested, *self._property)
+            self._arguments.append(dump_json(written if value is NO_VALUE else value))
+        else:
+            value = _read_text(written, types if nested or written else types | {"string"})
+            self._arguments.append(dump_json(value))
         return True
 
     def _is_whole(self, text: str) -> bool:
@@ -509,7 +515,7 @@ def parse_gemma(text: str) -> Any:
     return parse_literal(_GEMMA_PART.sub(quote, text))
 
 
-def parse_tags(text: str, mark: str, schema: Any = None, root: Mapping[str, Any] | None = None) -> Any:
+def parse_tags(text: str, mark: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Objects and lists that are written in tags, each after `mark`, by a schema."""
     pieces = re.split(re.escape(mark) + r"<(/?[^<>]+)>", text)
     stack: list[_Tag] = [("", [], pieces[0])]
@@ -521,7 +527,7 @@ def parse_tags(text: str, mark: str, schema: Any = None, root: Mapping[str, Any]
             return NO_VALUE
         inner = stack.pop()
         stack[-1][1].append(inner)
-    return _read_tag(stack[0], schema, root or {}) if len(stack) == 1 else NO_VALUE
+    return _read_tag(stack[0], schema, root) if len(stack) == 1 else NO_VALUE
 
 
 _Tag = tuple[str, list[Any], str]  # its name, the tags in it, the text before them
@@ -548,11 +554,3 @@ def _read_text(text: str, types: frozenset[str]) -> Any:
     kind = get_type(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if fits or "string" not in types else text
-
-
-def convert(text: str, types: frozenset[str], nested: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """The JSON text of a value that is not certainly a string, by its schema and the types it may have."""
-    if nested and nested in text:
-        value = parse_tags(text, nested, schema, root)
-        return dump_json(text if value is NO_VALUE else value)
-    return dump_json(_read_text(text, types if nested or text else types | {"string"}))

@@ -242,35 +242,30 @@ class PromptBuilder:
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
         """Render; with the tools in words where the template takes none, or refuses these."""
-        rewrites = self._find_rewrites(self._tool_template if chat.tools else self._template)
         known = self.describe(tools=bool(chat.tools))
         if not chat.tools or not known.takes_tools or known.calls == GENERIC.calls:
-            return self._shape(chat, safe, rewrites, in_words=bool(chat.tools))
+            return self._shape(chat, safe, known, in_words=bool(chat.tools))
         try:
-            return self._shape(chat, safe, rewrites, in_words=False)
+            return self._shape(chat, safe, known, in_words=False)
         except InvalidRequest:  # some templates fail on a type that a parameter has
             with contextlib.suppress(InvalidRequest):
-                return self._shape(chat, safe, rewrites, in_words=True)
+                return self._shape(chat, safe, known, in_words=True)
             raise
 
-    def _shape(
-        self, chat: Chat, safe: Callable[[Any], Any], rewrites: TemplateRewrites, *, in_words: bool
-    ) -> str:
+    def _shape(self, chat: Chat, safe: Callable[[Any], Any], known: ChatFormat, *, in_words: bool) -> str:
         """Render with the rewrites that the template needs; with others as well, while it refuses."""
         tools: Sequence[Mapping[str, Any]] = [tool.for_template() for tool in chat.tools]
         template = self._tool_template if tools else self._template
-        prepared = prepare(chat.messages)
-        known = self.describe(tools=bool(tools))
+        rewrites, prepared = self._find_rewrites(template), prepare(chat.messages)
         generic = known.calls == GENERIC.calls
         if in_words:
             prepared, tools = describe_tools(prepared, tools, known.calls), ()
         if not (known.writes_calls or generic):
             prepared = write_calls_as_text(prepared, known.calls)
-        as_text = in_words and generic
         variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
         variables["tools"] = variables["tools"] or rewrites.no_tools
         refusal = ""
-        for shape in rewrites.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
+        for shape in rewrites.shapes(prepared, as_text=in_words and generic, tools=bool(chat.tools)):
             try:
                 rendered = template.render(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:

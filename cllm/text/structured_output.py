@@ -230,13 +230,10 @@ class GrammarCompiler:
         """Compile a source that is within the limits. Native code sees no other."""
         _check_size(spec)
         closed = close_schemas(spec, parse_schemas(spec))
-        return _run_on_large_stack(lambda: self._make_either(spec, closed))
-
-    def _make_either(self, spec: ConstraintSpec, closed: str) -> LLMatcher:
         try:
-            return self._make_matcher(spec, closed)
+            return _run_on_large_stack(lambda: self._make_matcher(spec, closed))
         except InvalidRequest:  # a closed schema must not be what is refused
-            return self._make_matcher(spec, spec.source)
+            return _run_on_large_stack(lambda: self._make_matcher(spec, spec.source))
 
     def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
         field = spec.field
