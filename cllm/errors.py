@@ -231,10 +231,10 @@ class ConfigError(SetupError):
 
 
 def _by_code(root: type[CllmError]) -> dict[str, type[CllmError]]:
-    found = {root.code: root}
+    found: dict[str, type[CllmError]] = {}
     for child in root.__subclasses__():
         found.update(_by_code(child))
-    return found
+    return {**found, root.code: root}
 
 
 def from_code(code: str, message: str, field: str | None = None, counts: tuple[int, ...] = ()) -> CllmError:

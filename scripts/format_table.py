@@ -12,8 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cllm.text.chat_format import GENERIC, ChatFormat, WrittenCall, write_calls  # noqa: E402
-from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
+from cllm.text.chat_format import (  # noqa: E402
+    DECLARED,
+    DESCRIBED,
+    GENERIC,
+    ChatFormat,
+    WrittenCall,
+    write_calls,
+)
 from tests.driver.corpus import template_files  # noqa: E402
 from tests.driver.turns import get_family  # noqa: E402
 

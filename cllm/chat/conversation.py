@@ -18,19 +18,12 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class Conversation(Chat, frozen=True, kw_only=True):
     """Messages for the model to reply to. They have `role`, `content` and, in OpenAI's shape, `tool_calls`
     (arguments as JSON text) and `tool_call_id`."""
 
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[Tool, ...] = ()  # those that may be called
-    forced: bool = False  # at least one must be called
-    parallel: bool = True  # one reply may have several calls
-    options: dict[str, Any] = {}  # variables of the chat template
     reasoning: bool = True  # False: reasoning stays in the text
-    think: bool = True  # False: reasoning that the template opens is closed
     continued: bool = True  # False: an assistant's message at the end is not what the reply continues
-    reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
     prediction: str = ""  # what most of the reply will repeat
 
     def for_template(self) -> Chat:
@@ -39,17 +32,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         goes_on = self.continued and last["role"] == "assistant" and not last.get("tool_calls")
         continued = last if goes_on else {}
         switches = [self.options.get(name) for name in ("enable_thinking", "thinking")]
-        return Chat(
-            messages=self.messages[:-1] if continued else self.messages,
-            tools=self.tools,
-            forced=self.forced,
-            parallel=self.parallel,
-            options=self.options,
-            prefill=str(continued.get("content") or ""),
-            think=self.think and False not in switches,
-            thoughts=get_thoughts(continued),
-            reasoning_budget=self.reasoning_budget if self.think else None,
-        )
+        fields = {name: getattr(self, name) for name in Chat.__struct_fields__}
+        fields |= {"prefill": str(continued.get("content") or ""), "thoughts": get_thoughts(continued)}
+        fields["messages"] = self.messages[:-1] if continued else self.messages
+        fields["think"] = self.think and False not in switches
+        fields["reasoning_budget"] = self.reasoning_budget if self.think else None
+        return Chat(**fields)
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +90,8 @@ class MessageBuilder:
 
     def add_text(self, role: str, text: str) -> None:
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != role or not (self._combine or role == "system" or _only_reasoning(last)):
+        reasoned = last.get("reasoning_content") and not last["content"] and "tool_calls" not in last
+        if last.get("role") != role or not (self._combine or role == "system" or reasoned):
             self.messages.append({"role": role, "content": text})
         else:
             last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
@@ -143,10 +132,6 @@ class MessageBuilder:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
-
-
-def _only_reasoning(message: dict[str, Any]) -> bool:
-    return bool(message.get("reasoning_content")) and not message["content"] and "tool_calls" not in message
 
 
 def note_media(kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -191,7 +192,7 @@ def status_command(cluster: Address = LOCAL) -> None:
         listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
         console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
         addresses = directory.list(name)
-        loads = deployment.ask_loads(addresses)
+        loads = asyncio.run(deployment.ask_loads(addresses))
         table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
         for each in addresses:
             if (load := loads.get(each.replica)) is None:

@@ -45,7 +45,7 @@ class Connection:
         self.replica: RemoteReplica | None = None  # once it is open
         self.tried = 0.0
         self.failing_since = now  # without a link
-        self.silent = False  # it was ended because nothing came
+        self.task: asyncio.Task[None]  # that connects it
 
 
 class ClusterWorker:
@@ -74,8 +74,6 @@ class ClusterWorker:
         )
         self._connections: dict[str, Connection] = {}
         self._refused: set[str] = set()  # replicas of another version or model
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._flushing = False
         self._stopped = threading.Event()
 
     async def run(self) -> None:
@@ -106,7 +104,9 @@ class ClusterWorker:
             await asyncio.sleep(due - self._loop.time())
             now = self._loop.time()
             if now - due < self.TICK_S:  # else this process was suspended: what has come is to be read first
-                self._end_silent(now)
+                for link in [each.link for each in self._connections.values() if each.link is not None]:
+                    if link.open and now - link.heard > self.SILENCE_LIMIT_S:
+                        link.abort()
             self._relay.keep_limits()
             if now >= beat:
                 beat = now + self.HEARTBEAT_S
@@ -115,22 +115,9 @@ class ClusterWorker:
                 report = now + self.REPORT_S
                 self._emit(self._relay.report())
 
-    def _end_silent(self, now: float) -> None:
-        for connection in self._connections.values():
-            link = connection.link
-            if link is not None and link.open and now - link.heard > self.SILENCE_LIMIT_S:
-                connection.silent = True
-                link.abort()
-
     def _flush_soon(self) -> None:
         """Flush at the end of this turn: outputs that come from several replicas together are one report."""
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        self._relay.flush()
+        self._loop.call_soon(self._relay.flush)
 
     # Replicas ----------------------------------------------------------------------------------------
 
@@ -170,9 +157,7 @@ class ClusterWorker:
                 connection.tried = now
                 if now - connection.failing_since > self.FORGET_S:
                     threading.Thread(target=self._forget, args=(address,), daemon=True).start()
-                task = self._loop.create_task(self._connect(connection))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                connection.task = self._loop.create_task(self._connect(connection))
 
     def _accept(self, address: ReplicaAddress) -> bool:
         """Check that a replica has this version of cllm and this model. Logs once why not."""
@@ -195,7 +180,7 @@ class ClusterWorker:
         address = connection.address
 
         def opened(link: Link, _: str) -> None:
-            connection.replica = self._relay.join(address.replica, link)
+            connection.replica = self._relay.join(address.replica, link.send)
             log.info("replica %s is connected", address.replica)
 
         def received(link: Link, message: object) -> None:
@@ -208,7 +193,7 @@ class ClusterWorker:
             name=self._name,
             opened=opened,
             received=received,
-            lost=lambda _: self._lose(connection),
+            lost=lambda link: self._lose(connection, link),
         )
         try:
             async with asyncio.timeout(self.SILENCE_LIMIT_S):
@@ -216,13 +201,13 @@ class ClusterWorker:
         except OSError:  # it may be gone; TimeoutError is one, too
             connection.link = None
 
-    def _lose(self, connection: Connection) -> None:
+    def _lose(self, connection: Connection, link: Link) -> None:
         replica, connection.link, connection.replica = connection.replica, None, None
         if replica is None:
             return
-        connection.failing_since = self._loop.time()
-        silence = f"nothing came for {self.SILENCE_LIMIT_S:.0f} s"
-        why, connection.silent = silence if connection.silent else "its connection ended", False
+        connection.failing_since = now = self._loop.time()
+        silent = now - link.heard > self.SILENCE_LIMIT_S
+        why = f"nothing came for {self.SILENCE_LIMIT_S:.0f} s" if silent else "its connection ended"
         self._relay.leave(replica, why)
         self._flush_soon()
 

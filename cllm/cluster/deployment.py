@@ -85,12 +85,11 @@ def deploy(
     serve = _import_serve()
     scaled: dict[str, Any] = {"num_replicas": replicas}
     if max_replicas > replicas:
-        policy = AutoscalingPolicy(policy_function="cllm.cluster.deployment:decide")
         scaled = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=replicas,
                 max_replicas=max_replicas,
-                policy=policy,
+                policy=AutoscalingPolicy(policy_function="cllm.cluster.deployment:decide"),
                 upscale_delay_s=0.0,
                 downscale_delay_s=60.0,
                 metrics_interval_s=1.0,
@@ -196,11 +195,11 @@ def list_nodes() -> list[dict[str, Any]]:
     ]
 
 
-def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, ReplicaReport]:
+async def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, ReplicaReport]:
     """Ask replicas for their load; those that do not answer are left out."""
+    loop = asyncio.get_running_loop()
 
     async def ask(address: ReplicaAddress) -> ReplicaReport | None:
-        loop = asyncio.get_running_loop()
         found: asyncio.Future[ReplicaReport] = loop.create_future()
 
         def received(link: Link, message: object) -> None:
@@ -215,8 +214,5 @@ def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, ReplicaReport]:
         link.abort()
         return None
 
-    async def ask_all() -> list[ReplicaReport | None]:
-        return await asyncio.gather(*map(ask, addresses))
-
-    loads = asyncio.run(ask_all())
+    loads = await asyncio.gather(*map(ask, addresses))
     return {address.replica: load for address, load in zip(addresses, loads, strict=True) if load is not None}

@@ -112,30 +112,26 @@ class RayDirectory:
         self._host, self._port = split_address(address)
         self._client: Any = None
 
-    def _connect(self) -> Any:
-        """Connect to the head. Raises ServerUnreachable; Ray's own client would wait, and end the process."""
-        try:
-            address = check_head(f"{self._host}:{self._port}")
-        except ServerUnreachable:
-            self._client = None
-            raise
-        if self._client is None:
+    def _call(self, name: str, *arguments: object) -> Any:
+        """Call the store. Raises ServerUnreachable, also where the token is wrong.
+
+        The head is tried first: Ray's own client would wait for it, and end the process.
+        """
+        client, self._client = self._client, None
+        address = check_head(f"{self._host}:{self._port}")
+        if client is None:
             try:
                 from ray._raylet import GcsClient
             except ImportError:
                 raise ConfigError(NO_RAY) from None
-            self._client = GcsClient(address=address)
-        return self._client
-
-    def _call(self, name: str, *arguments: object) -> Any:
-        """Call the store. Raises ServerUnreachable, also where the token is wrong."""
-        client = self._connect()
+            client = GcsClient(address=address)
         try:
-            return getattr(client, name)(*arguments, NAMESPACE, CALL_S)
+            answer = getattr(client, name)(*arguments, NAMESPACE, CALL_S)
         except Exception as error:  # of Ray: many kinds
-            self._client = None
             reason = describe_error(error)
             raise ServerUnreachable(f"the head at {self._host}:{self._port} refuses: {reason}") from None
+        self._client = client
+        return answer
 
     def put(self, model: str, address: ReplicaAddress) -> None:
         key = f"{model}/{address.replica}".encode()

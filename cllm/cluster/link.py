@@ -82,7 +82,7 @@ class Link(asyncio.Protocol):
         self._nonce = secrets.token_bytes(_NONCE)
         self._asked: bytes | None = None  # a gateway: the nonce of the replica
         self._transport: asyncio.Transport | None = None
-        self._limit: asyncio.TimerHandle | None = None
+        self._limit: asyncio.TimerHandle  # of the handshake
         self.open = False
         self.heard = 0.0  # when something came (loop time)
 
@@ -111,8 +111,7 @@ class Link(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
+        self._limit.cancel()
         self._transport, self.open = None, False
         self._lost(self)
 
@@ -136,7 +135,6 @@ class Link(asyncio.Protocol):
                 raise ValueError("the gateway does not have the key")
             self._transport.write(pack_frame(self._prove(b"replica", self._nonce, nonce)))
         self.open = True
-        assert self._limit is not None
         self._limit.cancel()
         self._opened(self, name)
 

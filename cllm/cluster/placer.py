@@ -79,14 +79,11 @@ class BlockIndex:
         for count in range(1, len(blocks)):
             now = last & holders.get(blocks[count], 0)
             if now != last:
-                for replica in _bits(last & ~now):
-                    found[replica] = count
-                if not now:
-                    return found
+                found |= dict.fromkeys(_bits(last & ~now), count)
                 last = now
-        for replica in _bits(last):
-            found[replica] = len(blocks)
-        return found
+                if not now:
+                    break
+        return found | dict.fromkeys(_bits(last), len(blocks))
 
 
 def _bits(number: int) -> Iterable[int]:
@@ -130,7 +127,6 @@ class _Replica:
 
     def __init__(self, report: ReplicaReport) -> None:
         self.requests: dict[str, int] = {}  # by id: pending tokens
-        self.pending = 0  # the sum of them
         self.placed: dict[str, ReplicaChoice] = {}  # by this placer, not ended
         self.ready_s = 0.0  # until it begins with a new prompt
         self.renew(report)
@@ -143,26 +139,13 @@ class _Replica:
             known = self.requests.get(request_id, 0)
             requests[request_id] = min(known, requests.get(request_id, placement.tokens))
         self.requests = requests
-        self._update(sum(requests.values()))
+        self.update()
 
-    def set_pending(self, request_id: str, tokens: int) -> None:
-        change = tokens - self.requests.get(request_id, 0)
-        self.requests[request_id] = tokens
-        self._update(self.pending + change)
-
-    def forget(self, request_id: str) -> None:
-        self.placed.pop(request_id, None)
-        self._update(self.pending - self.requests.pop(request_id, 0))
-
-    def _update(self, pending: int) -> None:
-        self.pending, speed = pending, self.speed
+    def update(self) -> None:
+        """Expect when it begins with a new prompt; after a change of its requests."""
+        pending, speed = sum(self.requests.values()), self.speed
         excess = max(0, len(self.requests) + 1 - speed.slots)
         self.ready_s = pending * speed.prefill_token_s + excess * speed.slot_s / speed.slots
-
-    def seconds(self, tokens: int, hit: int) -> float:
-        """Expect the time to the first token of a prompt, of which `hit` tokens are in the cache."""
-        speed = self.speed
-        return self.ready_s + (tokens - hit) * speed.prefill_token_s + hit * speed.restore_token_s
 
 
 class ReplicaPlacer:
@@ -176,14 +159,10 @@ class ReplicaPlacer:
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS, *, gateway: int = 0, gateways: int = 1) -> None:
         self._block_tokens = block_tokens
-        self._gateway, self._gateways = gateway, gateways
+        self.gateway, self.gateways = gateway, gateways  # the number of this one, and of all
         self._mean_tokens = 0.0  # that a prompt is expected to take
         self._replicas: dict[int, _Replica] = {}
         self.index = BlockIndex()
-
-    def share(self, gateway: int, gateways: int) -> None:
-        """Set the number of this gateway, and how many there are."""
-        self._gateway, self._gateways = gateway, gateways
 
     def report(self, replica: int, report: ReplicaReport) -> None:
         """Take the report of a replica; with the first one it joins."""
@@ -207,10 +186,9 @@ class ReplicaPlacer:
         hits = self.index.find(blocks)
         best, best_s, best_hit, free_cells = -1, math.inf, 0, 0
         for number, replica in self._replicas.items():
-            hit = min(hits[number] * self._block_tokens, tokens - 1) if number in hits else 0
-            seconds = replica.seconds(tokens, hit)
-            if number % self._gateways != self._gateway:
-                seconds += self._mean_tokens * replica.speed.prefill_token_s
+            hit, speed = min(hits.get(number, 0) * self._block_tokens, tokens - 1), replica.speed
+            computed = tokens - hit + (0 if number % self.gateways == self.gateway else self._mean_tokens)
+            seconds = replica.ready_s + computed * speed.prefill_token_s + hit * speed.restore_token_s
             if seconds > best_s or number in without:
                 continue
             if seconds < best_s or replica.free_cells > free_cells:
@@ -221,15 +199,19 @@ class ReplicaPlacer:
         self._mean_tokens += (1 - self.MEMORY) * (placement.tokens - self._mean_tokens)
         chosen = self._replicas[best]
         chosen.placed[request_id] = placement
-        chosen.set_pending(request_id, placement.tokens)
+        chosen.requests[request_id] = placement.tokens
+        chosen.update()
         self.index.add(best, blocks)
         return placement
 
     def first_token(self, placement: ReplicaChoice) -> None:
         """Count a request as begun: its prompt is computed."""
         if (replica := self._replicas.get(placement.replica)) is not None:
-            replica.set_pending(placement.request_id, 0)
+            replica.requests[placement.request_id] = 0
+            replica.update()
 
     def ended(self, placement: ReplicaChoice) -> None:
         if (replica := self._replicas.get(placement.replica)) is not None:
-            replica.forget(placement.request_id)
+            replica.placed.pop(placement.request_id, None)
+            replica.requests.pop(placement.request_id, None)
+            replica.update()

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -47,12 +46,6 @@ _replace = msgspec.structs.replace
 DEFAULT_PREFILL_TOKEN_S = 1e-3  # where no replica has measured it
 
 
-class Sender(Protocol):
-    """The way to a replica."""
-
-    def send(self, message: msgspec.Struct) -> None: ...
-
-
 class RelayedRequest(ResumableRequest):
     """A request of this gateway, and the replica that has it."""
 
@@ -67,10 +60,10 @@ class RelayedRequest(ResumableRequest):
 class RemoteReplica:
     """A replica as this gateway knows it."""
 
-    def __init__(self, number: int, name: str, link: Sender) -> None:
+    def __init__(self, number: int, name: str, send: Callable[[msgspec.Struct], None]) -> None:
         self.number = number  # for the placer; used again when it has gone
         self.name = name
-        self.link = link
+        self.send = send
         self.ready: Ready | None = None
         self.load: ReplicaReport | None = None
         self.draining = False
@@ -146,7 +139,7 @@ class Relay:
                 asked = [replica for replica in self.replicas if replica.ready is not None]
                 self._calls[command.call_id] = ReplicaMetrics(command, asked, next(self._snapshots))
                 for replica in asked:
-                    replica.link.send(command)
+                    replica.send(command)
                 self._settle_calls()
 
     def _cancel(self, request_id: str) -> None:
@@ -154,7 +147,7 @@ class Relay:
             return
         relayed.cancelled = True
         if relayed.replica is not None:
-            relayed.replica.link.send(Cancel(relayed.placement.request_id))
+            relayed.replica.send(Cancel(relayed.placement.request_id))
         else:
             for queue in (self._waiting, self._suspects):
                 if relayed in queue:
@@ -189,7 +182,7 @@ class Relay:
         relayed.placed += 1
         relayed.replica, relayed.placement, relayed.silent = replica, placement, True
         replica.requests[name] = relayed
-        replica.link.send(Submit(_replace(request, id=name)))
+        replica.send(Submit(_replace(request, id=name)))
 
     def _isolate(self) -> None:
         """Give the next suspect a replica of its own; what runs there goes elsewhere, or waits."""
@@ -214,7 +207,7 @@ class Relay:
     def _withdraw(self, relayed: Sequence[RelayedRequest], replica: RemoteReplica) -> None:
         """Take requests from their replica, to place them again."""
         for each in relayed:
-            replica.link.send(Cancel(each.placement.request_id))
+            replica.send(Cancel(each.placement.request_id))
             self._detach(each)
             each.resume()
         self.moved += len(relayed)
@@ -244,10 +237,10 @@ class Relay:
 
     # Replicas ----------------------------------------------------------------------------------------
 
-    def join(self, name: str, link: Sender) -> RemoteReplica:
+    def join(self, name: str, send: Callable[[msgspec.Struct], None]) -> RemoteReplica:
         """Add a replica that is connected. It is used when it has sent `Ready` and its load."""
         used = {replica.number for replica in self.replicas}
-        replica = RemoteReplica(next(n for n in itertools.count() if n not in used), name, link)
+        replica = RemoteReplica(next(n for n in itertools.count() if n not in used), name, send)
         self.replicas.append(replica)
         return replica
 
@@ -261,9 +254,15 @@ class Relay:
                 joined, replica.load = not replica.available, message
                 self._placer.report(replica.number, self._complete(message))
                 if self._name in gateways:
-                    self._placer.share(sorted(gateways).index(self._name), len(gateways))
+                    self._placer.gateway = sorted(gateways).index(self._name)
+                    self._placer.gateways = len(gateways)
                 if joined and replica.available:
-                    self._on_available(replica)
+                    log.info("replica %s computes, %d slots", replica.name, replica.slots)
+                    self._absent_since, self._given_up = None, False
+                    self._isolate()
+                    self._place_waiting()
+                    self._rebalance(replica)
+                    self._announce()
             case Ready():
                 replica.ready, replica.load = message, None
             case Died(_, why):
@@ -275,7 +274,7 @@ class Relay:
                 self._announce()
             case Inspection(call_id) | CacheDone(call_id):
                 if (metrics := self._calls.get(call_id)) is not None:
-                    metrics.add(replica, message)
+                    metrics.settle(replica, message)
                     self._settle_calls()
             case Heartbeat():
                 pass
@@ -284,8 +283,8 @@ class Relay:
         """Expect a replica that has computed no prompt yet to be as fast as the others."""
         if report.speed.prefill_token_s:
             return report
-        speeds = [each.load.speed.prefill_token_s for each in self.replicas if each.load is not None]
-        known = [speed for speed in speeds if speed]
+        loads = (each.load for each in self.replicas if each.load is not None)
+        known = [load.speed.prefill_token_s for load in loads if load.speed.prefill_token_s]
         expected = sum(known) / len(known) if known else DEFAULT_PREFILL_TOKEN_S
         return _replace(report, speed=_replace(report.speed, prefill_token_s=expected))
 
@@ -295,24 +294,14 @@ class Relay:
         self.replicas.remove(replica)
         self._move_all(replica, blame=not replica.draining)
 
-    def _on_available(self, replica: RemoteReplica) -> None:
-        log.info("replica %s computes, %d slots", replica.name, replica.slots)
-        self._absent_since, self._given_up = None, False
-        self._isolate()
-        self._place_waiting()
-        self._rebalance(replica)
-        self._announce()
-
     def _move_all(self, replica: RemoteReplica, *, blame: bool) -> None:
         self._placer.remove(replica.number)
         replica.stats = StepStats()
         moved = [*replica.requests.values()]
         replica.requests.clear()
-        failed = []
+        failed = [relayed for relayed in moved if blame and relayed.blame()]
         for relayed in moved:
             relayed.replica = None
-            if blame and relayed.blame():
-                failed.append(relayed)
         if self._isolated in moved:
             self._isolated = None
         for relayed in moved:
@@ -325,7 +314,7 @@ class Relay:
                 self.moved += 1
                 self._place(relayed)
         for metrics in self._calls.values():
-            metrics.drop(replica)
+            metrics.settle(replica)
         self._settle_calls()
         if self._isolated is None:
             self._release()
@@ -411,5 +400,5 @@ class Relay:
             self._emit(StepReport(outputs, add_states(work, states)))
 
     def _settle_calls(self) -> None:
-        for call_id in [call_id for call_id, metrics in self._calls.items() if metrics.complete]:
+        for call_id in [call_id for call_id, metrics in self._calls.items() if not metrics.left]:
             self._emit(self._calls.pop(call_id).answer())

@@ -49,7 +49,6 @@ LOAD_S = 2.0  # between two loads, and between two entries in the directory
 HEARTBEAT_S = 1.0
 MEMORY = 0.9  # of a mean, at each new value
 MIN_PREFILL_TOKENS = 64  # more than rows, in a step that tells how long a token of a prompt takes
-NO_LIMITS = Limits(sequences=1, cells=0, sequence_cells=0, request_tokens=0, batch_tokens=0)
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,23 +71,15 @@ class ReplicaLoad:
 
     def __init__(self, *, share_across_tenants: bool = False) -> None:
         self._share = share_across_tenants
-        self._limits = NO_LIMITS
+        self.slots, self.cells = 1, 0
         self.stats = StepStats()
         self.requests: dict[str, int] = {}  # tokens until the first one comes, by request
-        self._began: dict[str, float] = {}
-        self._prompts: dict[str, tuple[str, list[int]]] = {}  # tenant and tokens, of those that leave blocks
+        # By request: when it came, its tenant, and its tokens if it leaves blocks.
+        self._running: dict[str, tuple[float, str, list[int]]] = {}
         self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._changed = True  # since the blocks were reported
         self._prefill_token_s = 0.0  # not measured yet
         self._slot_s = 0.0
-
-    @property
-    def slots(self) -> int:
-        return self._limits.parallel or self._limits.sequences
-
-    @property
-    def cells(self) -> int:
-        return self._limits.cells
 
     @property
     def waiting(self) -> int:
@@ -97,10 +88,10 @@ class ReplicaLoad:
 
     def reset(self, limits: Limits) -> None:
         """Follow a new engine, which has no request and no cache."""
-        self._limits, self.stats = limits, StepStats()
+        self.slots, self.cells = limits.parallel or limits.sequences, limits.cells
+        self.stats = StepStats()
         self.requests.clear()
-        self._began.clear()
-        self._prompts.clear()
+        self._running.clear()
         self.forget_blocks()
 
     def forget_blocks(self) -> None:
@@ -115,9 +106,8 @@ class ReplicaLoad:
             blocks = hash_blocks(tokens, tenant)
             hit = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
             self._touch(blocks)
-            self._prompts[request.id] = tenant, tokens
         self.requests[request.id] = max(1, count - hit * BLOCK_TOKENS)
-        self._began[request.id] = now
+        self._running[request.id] = now, tenant, tokens if request.reuse else []
 
     def processed(self, outputs: Sequence[RequestOutput], stats: StepStats, now: float) -> None:
         self.stats = stats
@@ -129,15 +119,13 @@ class ReplicaLoad:
             if name not in self.requests:
                 continue
             self.requests[name] = 0
-            if name in self._prompts:
-                self._prompts[name][1].extend(output.tokens)
+            began, tenant, tokens = self._running[name]
+            if tokens:
+                tokens += output.tokens
             if output.finish_reason is not None:
-                held_s = now - self._began.pop(name)
-                self._slot_s = _mean(self._slot_s, held_s) if self._slot_s else held_s
-                del self.requests[name]
-                if name in self._prompts:
-                    tenant, tokens = self._prompts.pop(name)
-                    self._touch(hash_blocks([*tokens, 0], tenant))
+                self._slot_s = _mean(self._slot_s or now - began, now - began)
+                del self.requests[name], self._running[name]
+                self._touch(hash_blocks([*tokens, 0], tenant))
 
     def _touch(self, blocks: Sequence[int]) -> None:
         """Mark blocks as used last. There are no more of them than the KV memory has room for."""
@@ -168,10 +156,6 @@ def _mean(mean: float, value: float) -> float:
     return MEMORY * mean + (1 - MEMORY) * value
 
 
-class EngineSupervisor(Supervisor):
-    SILENCE_LIMIT_S = 5.0  # other replicas can go on with its requests
-
-
 class ReplicaServer:
     """The engine of this machine behind a port. All but `start` and `stop` runs in a thread with a loop."""
 
@@ -185,9 +169,10 @@ class ReplicaServer:
         self.name = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
         self.load = ReplicaLoad(share_across_tenants=config.share_prefixes_across_tenants)
-        self._supervisor = EngineSupervisor(
+        self._supervisor = Supervisor(
             "engine", config, Report, log_level=settings.log_level, module=settings.module
         )
+        self._supervisor.SILENCE_LIMIT_S = 5.0  # other replicas can go on with its requests
         self._backoff = Backoff()
         self._loop = asyncio.new_event_loop()
         self._links: dict[Link, str] = {}  # to gateways, by their names
@@ -351,14 +336,9 @@ class ReplicaServer:
     def _pass_on(self, report: StepReport) -> None:
         """Send each gateway the outputs of its own requests; all that have one here hear of the work."""
         self.load.processed(report.outputs, report.stats, time.monotonic())
-        links = set(self._owners.values())
-        if len(links) == 1:
-            (link,) = links
-            link.send(report)
-        else:
-            for link in links:
-                own = tuple(each for each in report.outputs if self._owners.get(each.request_id) is link)
-                link.send(StepReport(own, report.stats))
+        for link in set(self._owners.values()):
+            own = tuple(each for each in report.outputs if self._owners.get(each.request_id) is link)
+            link.send(StepReport(own, report.stats))
         for output in report.outputs:
             if output.finish_reason is not None:
                 self._owners.pop(output.request_id, None)

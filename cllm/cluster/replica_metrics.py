@@ -64,20 +64,14 @@ class ReplicaMetrics:
     def __init__(self, command: Inspect | ClearCache, asked: Sequence[Hashable], number: int) -> None:
         """`number` is that of the snapshot which the answers may become."""
         self._command, self._number = command, number
-        self._left = set(asked)
+        self.left = set(asked)
         self._answers: dict[Hashable, Inspection | CacheDone | None] = dict.fromkeys(asked)
 
-    @property
-    def complete(self) -> bool:
-        return not self._left
-
-    def add(self, replica: Hashable, answer: Inspection | CacheDone) -> None:
-        self._left.discard(replica)
-        self._answers[replica] = answer
-
-    def drop(self, replica: Hashable) -> None:
-        """Stop waiting for a replica."""
-        self._left.discard(replica)
+    def settle(self, replica: Hashable, answer: Inspection | CacheDone | None = None) -> None:
+        """Take the answer of a replica; one that is gone has none."""
+        if replica in self.left:
+            self.left.remove(replica)
+            self._answers[replica] = answer
 
     def answer(self) -> Inspection | CacheDone:
         """Merge all answers into one."""

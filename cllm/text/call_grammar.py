@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cllm.text.chat_format import (
+    GEMMA_QUOTE,
     CallStyle,
     ChatFormat,
     Slot,
@@ -17,15 +18,22 @@ from cllm.text.chat_format import (
     write_gemma,
     write_python,
 )
-from cllm.text.json_schema import escape_name, get_text_expression, get_types, get_values, resolve
+from cllm.text.json_schema import (
+    escape_name,
+    escape_regex,
+    get_text_expression,
+    get_types,
+    get_values,
+    resolve,
+)
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MAX_CALLS = 16  # in one answer
 MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
 MAX_FREE = 8  # arguments of a tool that does not name them
-_SLOTS = {Slot.ID: r"/[a-zA-Z0-9]{9}/", Slot.INDEX: r"/[0-9]{1,2}/"}
+_SLOTS = {Slot.ID: "[a-zA-Z0-9]{9}", Slot.INDEX: "[0-9]{1,2}"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
-_QUOTE, _COMMA = '<|"|>', '","'
+_COMMA = '","'
 
 
 def make_call_grammar(
@@ -68,13 +76,12 @@ class _Grammar:
     def write(self, skipped: str, count: int, *, forced: bool) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
         form = self._form
-        if form.style is CallStyle.JSON:
-            self._add("body", f"%json {json.dumps(self._schema())}")
+        calls = [(f"call_{number}", tool.name) for number, tool in enumerate(self._tools)]
+        for (rule, _), tool in zip(calls, self._tools, strict=True):
+            self._add(rule, self._call(rule, tool))
+        if form.style is CallStyle.JSON:  # only there, no opening has a name
+            self._add("body", _any(rule for rule, _ in calls))
             calls = [("body", "")]
-        else:
-            calls = [(f"call_{number}", tool.name) for number, tool in enumerate(self._tools)]
-            for (rule, _), tool in zip(calls, self._tools, strict=True):
-                self._add(rule, self._call(rule, tool))
         blanks = f"({json.dumps(self._blanks)})?" if forced and self._blanks else ""
         section = self._text(form.section_opening.removeprefix(skipped))
         first = form.opening if form.section_opening else form.opening.removeprefix(skipped)
@@ -100,7 +107,8 @@ class _Grammar:
     def _text(self, text: str, name: str = "", kind: str = "") -> str:
         """A marker: literals, control tokens and slots."""
         written: list[str] = []
-        words = {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind), **_SLOTS}
+        words = {slot: f"/{pattern}/" for slot, pattern in _SLOTS.items()}
+        words |= {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind)}
         for part in split_slots(text):
             if part in words:
                 written.append(words[part])
@@ -113,49 +121,38 @@ class _Grammar:
             written += [json.dumps(part[at:])] * (at < len(part))
         return " ".join(written)
 
-    # JSON -------------------------------------------------------------------------------------------
+    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """JSON by a part of a schema, which may refer to definitions.
 
-    def _schema(self) -> dict[str, Any]:
-        """The schema of a call of any tool."""
-        places = [f"/anyOf/{index}" for index in range(len(self._tools))] if len(self._tools) > 1 else [""]
-        calls: list[dict[str, Any]] = []
-        for tool, place in zip(self._tools, places, strict=True):
-            properties: dict[str, Any] = {}
-            for key, slot in self._form.keys:
-                name = tool.name if key == Slot.NAME else key
-                properties[name] = self._value_schema(tool, slot, f"#{place}/properties/{escape_name(name)}")
-            closed = {"required": list(properties), "additionalProperties": False}
-            calls.append({"type": "object", "properties": properties, **closed})
-        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **self._style()}
-
-    def _value_schema(self, tool: Tool, slot: str, place: str) -> Any:
-        if slot == Slot.ARGUMENTS:
-            return relocate(forbid_extra_arguments(tool.schema), place)
-        patterns = {Slot.ID: "^[a-zA-Z0-9]{9}$", Slot.INDEX: "^[0-9]{1,2}$"}
-        if slot in patterns:
-            return {"type": "string", "pattern": patterns[slot]}
-        return {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
-
-    def _style(self) -> dict[str, Any]:
-        # Only the blanks that models were trained to write: free whitespace could go on without end.
-        item, key = (",", ":") if self._form.compact else (", ", ": ")
-        return {"x-guidance": {"whitespace_flexible": False, "item_separator": item, "key_separator": key}}
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps({**schema, **self._style()})}"
-
-    def _json_within(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """JSON by a part of a schema, which may refer to definitions."""
+        Only with the blanks that models were trained to write: free whitespace could go on without end.
+        """
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return self._json({**schema, **definitions})
+        item, key = (",", ":") if self._form.compact else (", ", ": ")
+        style = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+        return f"%json {json.dumps({**schema, **definitions, 'x-guidance': style})}"
 
-    # Other styles -----------------------------------------------------------------------------------
+    def _object(self, tool: Tool) -> str:
+        """A JSON object that holds name and arguments."""
+        properties: dict[str, Any] = {}
+        for key, slot in self._form.keys:
+            name = tool.name if key == Slot.NAME else key
+            if slot == Slot.ARGUMENTS:
+                place = f"#/properties/{escape_name(name)}"
+                properties[name] = relocate(forbid_extra_arguments(tool.schema), place)
+            elif slot in _SLOTS:
+                properties[name] = {"type": "string", "pattern": f"^{_SLOTS[slot]}$"}
+            else:
+                properties[name] = {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
+        closed = {"required": list(properties), "additionalProperties": False}
+        return self._json({"type": "object", "properties": properties, **closed}, {})
 
     def _call(self, rule: str, tool: Tool) -> str:
         form = self._form
+        if form.style is CallStyle.JSON:
+            return self._object(tool)
         name = json.dumps(tool.name)
         if form.style is CallStyle.NAMED:
-            self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema)))
+            self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema), {}))
             return f"{name} {self._text(form.after_name)} {rule}_arguments"
         arguments, required = self._arguments(rule, tool.schema)
         if form.style is CallStyle.TAGGED:
@@ -224,7 +221,7 @@ class _Grammar:
             inside = depth and mark and not self._controls.search(mark)
             end = closing.removeprefix(mark) if inside else ""
             return f"{self._raw(rule, closing.removesuffix(end), schema)} {self._text(end)}"
-        return f"{self._add_rule(rule, self._json_within(schema, root))} {self._text(closing)}"
+        return f"{self._add_rule(rule, self._json(schema, root))} {self._text(closing)}"
 
     def _add_rule(self, rule: str, value: str) -> str:
         self._add(f"{rule}_value", value)
@@ -238,7 +235,7 @@ class _Grammar:
         text = get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
-        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{_escape_regex(plain)}/")
+        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{escape_regex(plain)}/")
         return f"{rule}_text {self._text(closing[len(plain) :])}"
 
     def _python(
@@ -247,10 +244,10 @@ class _Grammar:
         schema = resolve(schema, root)
         if (values := get_values(schema)) is not None:
             return f"({_any(json.dumps(write_python(value)) for value in values)})"
-        value = self._json_within(schema, root)
+        value = self._json(schema, root)
         if types == {"string"} and not schema.keys() & {"pattern", "format", "anyOf", "oneOf", "allOf"}:
             value = rf"/'([^'\\\n]|\\[nt'\\]){_count(schema, 'Length')}'/"
-        return self._add_rule(rule, _PYTHON.get(get_only(types), value))
+        return self._add_rule(rule, _PYTHON.get(types, value))
 
     def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value as Gemma writes it."""
@@ -262,10 +259,10 @@ class _Grammar:
             each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
             return f"({_any(each)})"
         if "string" in types or not types:
-            return f"{self._text(_QUOTE)} {self._raw(rule, _QUOTE, schema)}"
+            return f"{self._text(GEMMA_QUOTE)} {self._raw(rule, GEMMA_QUOTE, schema)}"
         inner = _get_inner(schema, types)
         if inner is None or depth > MAX_DEPTH:
-            return self._add_rule(rule, self._json_within(schema, root))
+            return self._add_rule(rule, self._json(schema, root))
         if types == {"array"}:
             self._add(f"{rule}_item", self._gemma(f"{rule}_item", inner, root, depth + 1))
             low, high = max(0, schema.get("minItems", 0) - 1), schema.get("maxItems")
@@ -294,7 +291,8 @@ def _any(rules: Iterable[str]) -> str:
 
 def _get_inner(schema: Mapping[str, Any], types: frozenset[str]) -> Mapping[str, Any] | None:
     """The schemas of an object's properties, or that of a list's items."""
-    inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
+    inner = schema.get("properties") if types == {"object"} else schema.get("items")
+    inner = inner if types in ({"object"}, {"array"}) else None
     return inner if isinstance(inner, Mapping) else None
 
 
@@ -309,11 +307,7 @@ def _count(schema: Mapping[str, Any], kind: str) -> str:
     return f"{{{schema.get(f'min{kind}', 0)},{schema.get(f'max{kind}', '')}}}"
 
 
-_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
-
-
-def get_only(types: frozenset[str]) -> str:
-    return next(iter(types)) if len(types) == 1 else ""
+_PYTHON = {frozenset(["boolean"]): '"True" | "False"', frozenset(["null"]): '"None"'}
 
 
 def join_optional(items: Sequence[tuple[str, bool]], comma: str) -> str:
@@ -343,7 +337,3 @@ def relocate(schema: Any, place: str) -> Any:
             for key, value in schema.items()
         }
     return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema
-
-
-def _escape_regex(text: str) -> str:
-    return re.sub(r"([\\.^$*+?{}\[\]|()/&~])", r"\\\1", text).replace("\n", "\\n")

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import warnings
 from collections.abc import Mapping
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from cllm.text.argument_values import (
+from cllm.text.chat_format import (
     GEMMA_QUOTE,
-    NO_VALUE,
-    convert,
-    parse_gemma,
-    parse_json,
-    parse_literal,
+    CallFormat,
+    CallStyle,
+    Slot,
+    dump_json,
+    first_piece,
+    get_type,
+    split_slots,
 )
-from cllm.text.chat_format import CallFormat, CallStyle, Slot, dump_json, first_piece, split_slots
 from cllm.text.detokenizer import count_possible
-from cllm.text.json_schema import get_property, get_types
+from cllm.text.json_schema import MAX_NESTING, count_nesting, get_property, get_types, resolve
 
 MAX_NAME = 256  # characters of a name, and of what stands between a name and its arguments
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters", "args")
 KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 Schemas = Mapping[str, Mapping[str, Any]]  # of parameters, by the tool's name
+NO_VALUE: Any = object()  # where a text has none
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[nrt\\'\"])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+# A string between quote tokens, one of JSON, or a name without quotes.
+_GEMMA_PART = re.compile(
+    r'<\|"\|>(.*?)<\|"\|>|("(?:\\.|[^"\\])*")|([{,]\s*)([^\s",:{}\[\]][^",:{}\[\]]*):', re.DOTALL
+)
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class CallParser:
@@ -59,15 +70,8 @@ class CallParser:
         return new
 
 
-class _Wants(Enum):
-    """The next part of an object."""
-
-    OBJECT = "{"
-    KEY = "a key, a comma or }"
-    KEY_END = "the rest of a key"
-    COLON = ":"
-    VALUE = "a value"
-    VALUE_END = "the rest of a value"
+# The next part of an object; a `key` may also be a comma or the closing brace.
+_Wants = Literal["{", "key", "rest of a key", ":", "value", "rest of a value"]
 
 
 class ObjectCallParser(CallParser):
@@ -82,7 +86,8 @@ class ObjectCallParser(CallParser):
         self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == Slot.ARGUMENTS != key))
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
-        self._wants, self._key = (_Wants.OBJECT, "") if name is None else (_Wants.VALUE, ARGUMENT_KEYS[0])
+        self._wants: _Wants = "{" if name is None else "value"
+        self._key = "" if name is None else ARGUMENT_KEYS[0]
         self.foreign = False  # it has a key that no tool call has
         self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
@@ -107,28 +112,28 @@ class ObjectCallParser(CallParser):
 
     def _read(self, character: str) -> None:
         wants = self._wants
-        if wants in (_Wants.KEY_END, _Wants.VALUE_END):
+        if wants in ("rest of a key", "rest of a value"):
             self._read_part(character)
         elif character.isspace():
             return
-        elif wants is _Wants.VALUE:
+        elif wants == "value":
             self._start_value(character)
-        elif wants is _Wants.OBJECT and character == "{":
-            self._wants = _Wants.KEY
-        elif wants is _Wants.COLON and character == ":":
-            self._wants = _Wants.VALUE
-        elif wants is _Wants.KEY and character == '"':
-            self._start_part(character, _Wants.KEY_END)
-        elif wants is _Wants.KEY and character == "}":
+        elif wants == "{" and character == "{":
+            self._wants = "key"
+        elif wants == ":" and character == ":":
+            self._wants = "value"
+        elif wants == "key" and character == '"':
+            self._start_part(character, "rest of a key")
+        elif wants == "key" and character == "}":
             self._end_object()
-        elif not (wants is _Wants.KEY and character == ","):
+        elif not (wants == "key" and character == ","):
             self.failed = True
 
     def _start_value(self, character: str) -> None:
         if character == "{" and self._key in self._name_keys and not self._wrapped:
-            self._wrapped, self._wants = True, _Wants.KEY
+            self._wrapped, self._wants = True, "key"
         else:
-            self._start_part(character, _Wants.VALUE_END)
+            self._start_part(character, "rest of a value")
 
     def _start_part(self, character: str, wants: _Wants) -> None:
         self._part, self._nesting, self._wants = [], 0, wants
@@ -149,7 +154,7 @@ class ObjectCallParser(CallParser):
             closes, self._in_string = self._in_string, not self._in_string
         elif not self._in_string:
             self._nesting += (character in "{[") - (character in "}]")
-        is_argument = self._wants is _Wants.VALUE_END and self._key in self._argument_keys
+        is_argument = self._wants == "rest of a value" and self._key in self._argument_keys
         if is_argument and self._part[0] != '"':
             self._arguments.append(character)
         if closes and self._nesting <= 0:
@@ -157,21 +162,18 @@ class ObjectCallParser(CallParser):
 
     def _end_part(self) -> None:
         value = parse_json("".join(self._part))
-        if self._wants is _Wants.KEY_END:
-            self._end_key(value if isinstance(value, str) else "")
+        if self._wants == "rest of a key":
+            self._key, self._wants = value if isinstance(value, str) else "", ":"
+            if self._key and self._name_is_key and self.name is None:
+                self.name, self._key = self._key, ARGUMENT_KEYS[0]
+            self.foreign = self.foreign or self._key not in self._known
             return
-        self._wants = _Wants.KEY
+        self._wants = "key"
         self.done = self._arguments_only
         if self._key in self._name_keys and isinstance(value, str):
             self.name = value
         elif self._key in self._argument_keys and isinstance(value, str):
             self._arguments.append(value)  # some models write the arguments as a string of JSON
-
-    def _end_key(self, key: str) -> None:
-        self._key, self._wants = key, _Wants.COLON
-        if key and self._name_is_key and self.name is None:
-            self.name, self._key = key, ARGUMENT_KEYS[0]
-        self.foreign = self.foreign or self._key not in self._known
 
     def _end_object(self) -> None:
         self.done = not self._wrapped
@@ -195,22 +197,19 @@ class NamedParser(CallParser):
     def feed(self, text: str) -> str:
         self._buffer += text
         if self.name is None:
-            self._read_name()
+            start = len(self._buffer) - len(self._buffer.lstrip())
+            end = self._name_end.search(self._buffer, start)
+            name = self._buffer[start : end.start() if end else None]
+            if len(name) > MAX_NAME or _NO_NAME.search(name) or (end and not name):
+                self.failed = True
+            elif end:
+                self.name, self._buffer = name.rstrip(), self._buffer[end.start() :]
         while self.name is not None and not (self.done or self.failed) and self._step():
             pass
         if not (self.done or self.failed):
             return ""
         rest, self._buffer = self._buffer, ""
         return rest
-
-    def _read_name(self) -> None:
-        start = len(self._buffer) - len(self._buffer.lstrip())
-        end = self._name_end.search(self._buffer, start)
-        name = self._buffer[start : end.start() if end else None]
-        if len(name) > MAX_NAME or _NO_NAME.search(name) or (end and not name):
-            self.failed = True
-        elif end:
-            self.name, self._buffer = name.rstrip(), self._buffer[end.start() :]
 
     def _step(self) -> bool:
         """Read some of the buffer; False where more text is needed."""
@@ -287,22 +286,18 @@ class LiteralCallParser(NamedParser):
         elif taken in self._quotes:
             self._quote = taken
             self._part.append(taken)
-        else:
-            self._read_outside(taken)
-
-    def _read_outside(self, character: str) -> None:
-        if self._nesting == 0:
+        elif self._nesting == 0:
             self._nesting = 1
             self._arguments.append("{")
-        elif self._nesting == 1 and character in (",", self._closes):
+        elif self._nesting == 1 and taken in (",", self._closes):
             self._end_argument()
-            self.done = character == self._closes
+            self.done = taken == self._closes
             self._arguments += ["}"] if self.done else []
-        elif self._key is None and character == self._equals:
+        elif self._key is None and taken == self._equals:
             self._key, self._part = "".join(self._part).strip(), []
         else:
-            self._nesting += (character in "{[(") - (character in "}])")
-            self._part.append(character)
+            self._nesting += (taken in "{[(") - (taken in "}])")
+            self._part.append(taken)
 
     def _end_argument(self) -> None:
         text, self._part = "".join(self._part).strip(), []
@@ -417,10 +412,16 @@ class TaggedCallParser(NamedParser):
             self._value.append(text)
         if not found:
             return False
-        written = "".join(self._value)
-        value = '"' if self._streams else convert(written, self._types, self._form.nested, *self._property)
-        self._arguments.append(value)
+        written, nested, types = "".join(self._value), self._form.nested, self._types
         self._value = self._key = None
+        if self._streams:
+            self._arguments.append('"')
+        elif nested and nested in written:
+            value = parse_tags(written, nested, *self._property)
+            self._arguments.append(dump_json(written if value is NO_VALUE else value))
+        else:
+            value = _read_text(written, types if nested or written else types | {"string"})
+            self._arguments.append(dump_json(value))
         return True
 
     def _is_whole(self, text: str) -> bool:
@@ -435,3 +436,121 @@ class TaggedCallParser(NamedParser):
             return written.count(f"{nested}<{self._key}>") <= written.count(self._closing.lstrip())
         quotes = re.findall(r'(?<!\\)(?:\\\\)*"', written)  # that begin or end a string
         return written.lstrip()[:1] not in '{["' or len(quotes) % 2 == 0
+
+
+# Values: the literals that models write, as JSON values ----------------------------------------------
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, or `NO_VALUE`."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return NO_VALUE
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def parse_literal(text: str) -> Any:
+    """The value of a JSON or Python literal, or `NO_VALUE`."""
+    text = text.strip()
+    if (value := parse_json(text)) is not NO_VALUE:
+        return value
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return _ESCAPE.sub(_unescape, text[1:-1])
+    if count_nesting(text) > MAX_NESTING:
+        return NO_VALUE
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd escapes
+            return _evaluate(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return NO_VALUE
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1]
+    return chr(int(code[1:], 16)) if code[0] in "xu" else _ESCAPED.get(code, code)
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """The value of a literal; Python's names and JSON's."""
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float | bool):
+            return value
+        case ast.Name(id=name) if name.lower() in _WORDS:
+            return _WORDS[name.lower()]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_evaluate(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
+            return {str(_evaluate(key)): _evaluate(value) for key, value in pairs}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    raise ValueError("no literal")
+
+
+def parse_gemma(text: str) -> Any:
+    """Gemma's literals: names without quotes, strings between quote tokens."""
+    if (value := parse_json(text)) is not NO_VALUE:
+        return value
+
+    def quote(match: re.Match[str]) -> str:
+        between, plain, before, name = match.groups()
+        if name is not None:
+            return f"{before}{json.dumps(name)}:"
+        literal = parse_literal(plain) if between is None else between
+        return json.dumps(literal if isinstance(literal, str) else plain)
+
+    return parse_literal(_GEMMA_PART.sub(quote, text))
+
+
+def parse_tags(text: str, mark: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Objects and lists that are written in tags, each after `mark`, by a schema."""
+    pieces = re.split(re.escape(mark) + r"<(/?[^<>]+)>", text)
+    stack: list[_Tag] = [("", [], pieces[0])]
+    for tag, after in zip(pieces[1::2], pieces[2::2], strict=True):
+        if not tag.startswith("/"):
+            stack.append((tag, [], after))
+            continue
+        if len(stack) < 2 or stack[-1][0] != tag[1:]:
+            return NO_VALUE
+        inner = stack.pop()
+        stack[-1][1].append(inner)
+    return _read_tag(stack[0], schema, root) if len(stack) == 1 else NO_VALUE
+
+
+_Tag = tuple[str, list[Any], str]  # its name, the tags in it, the text before them
+
+
+def _read_tag(tag: _Tag, schema: Any, root: Mapping[str, Any]) -> Any:
+    _, inner, text = tag
+    schema = resolve(schema, root)
+    types = get_types(schema, root)
+    if not inner:
+        return _read_text(text, types)
+    if types == {"array"} or ("object" not in types and all(name == "item" for name, *_ in inner)):
+        return [_read_tag(each, schema.get("items"), root) for each in inner]
+    return {each[0]: _read_tag(each, get_property(schema, each[0]), root) for each in inner}
+
+
+def _read_text(text: str, types: frozenset[str]) -> Any:
+    """A value in tags that has no others in it, by the types it may have."""
+    if not text and types and "string" not in types:
+        return [] if "array" in types else {} if "object" in types else None
+    value = NO_VALUE if types == {"string"} else parse_literal(text)
+    if value is NO_VALUE or isinstance(value, str):
+        return text
+    kind = get_type(value)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return value if fits or "string" not in types else text

@@ -21,6 +21,7 @@ class Slot:
     NAME, ARGUMENTS, ID, INDEX, KEY, TYPE = "\ue010\ue011\ue012\ue013\ue014\ue015"
 
 
+GEMMA_QUOTE = '<|"|>'
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -132,13 +133,127 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
             *(calls.section_opening, calls.section_closing, calls.opening, calls.closing, calls.between),
             *(calls.after_name, calls.key_opening, calls.key_closing, calls.value_closing, calls.nested),
             *calls.other_openings,
-            *(('<|"|>',) if calls.style is CallStyle.GEMMA else ()),
+            *((GEMMA_QUOTE,) if calls.style is CallStyle.GEMMA else ()),
         )
         return tuple(part for marker in marked for part in split_slots(marker)[::2] if part.strip())
 
 
 GENERIC = ChatFormat()
 """Of models whose template knows no tools: a call is a JSON object on a line of its own."""
+
+# Formats that cannot be derived ----------------------------------------------------------------------
+
+_HARMONY = "<|start|>assistant"
+_MUSE = "<|start|>assistant to="
+_TYPES = ("string", "number", "boolean", "object", "array", "null")
+
+# By a text that the template renders.
+DECLARED: tuple[tuple[str, ChatFormat], ...] = (
+    # gpt-oss: channels. A header may name the channel and the called tool in either order.
+    (
+        "<|channel|>final<|message|>",
+        ChatFormat(
+            reasoning_openings=(f"{_HARMONY}<|channel|>analysis<|message|>",),
+            reasoning_closings=("<|end|>",),
+            text_openings=(
+                f"{_HARMONY}<|channel|>final<|message|>",
+                f"{_HARMONY}<|channel|>commentary<|message|>",
+            ),
+            text_closings=("<|end|>", "<|return|>"),
+            lead=_HARMONY,
+            exact=True,
+            calls=CallFormat(
+                style=CallStyle.NAMED,
+                opening=f"{_HARMONY}<|channel|>commentary to=functions.",
+                other_openings=(f"{_HARMONY} to=functions.", f"{_HARMONY}<|channel|>analysis to=functions."),
+                after_name=" <|constrain|>json<|message|>",
+                closing="<|call|>",
+                between="",
+            ),
+            writes_calls=True,
+            one_call=True,
+            reasoning_field="thinking",
+        ),
+    ),
+    # Muse: like gpt-oss, with the calls in tags.
+    (
+        "<|start|>assistant to=user<|message|>",
+        ChatFormat(
+            reasoning_openings=(f"{_MUSE}self<|message|>",),
+            reasoning_closings=("<|eom|>",),
+            text_openings=(f"{_MUSE}user<|message|>",),
+            text_closings=("<|eom|>", "<|eot|>"),
+            lead=_HARMONY,
+            exact=True,
+            calls=CallFormat(
+                style=CallStyle.TAGGED,
+                opening=f'{_MUSE}{Slot.NAME}<|message|><atem:function_calls>\n<atem:invoke name="',
+                after_name='">\n',
+                key_opening='<atem:parameter name="',
+                key_closing='">',
+                value_closing="</atem:parameter>\n",
+                closing="</atem:invoke>\n</atem:function_calls>",
+                between="<|eom|>",
+            ),
+            writes_calls=True,
+            reasoning_field="reasoning_content",
+        ),
+    ),
+    # Kimi K3: everything between <|open|> and <|close|>.
+    (
+        "<|open|>response<|sep|>",
+        ChatFormat(
+            reasoning_openings=("<|open|>think<|sep|>",),
+            reasoning_closings=("<|close|>think<|sep|>",),
+            text_openings=("<|open|>response<|sep|>",),
+            text_closings=("<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
+            exact=True,
+            calls=CallFormat(
+                style=CallStyle.TAGGED,
+                section_opening="<|open|>tools<|sep|>",
+                section_closing="<|close|>tools<|sep|>",
+                opening='<|open|>call tool="',
+                after_name=f'" index="{Slot.INDEX}"<|sep|>',
+                key_opening='<|open|>argument key="',
+                key_closing=f'" type="{Slot.TYPE}"<|sep|>',
+                value_closing="<|close|>argument<|sep|>",
+                closing="<|close|>call<|sep|>",
+                between="",
+                types=(*((kind, kind) for kind in _TYPES), ("integer", "number")),
+            ),
+            writes_calls=True,
+            reasoning_field="reasoning_content",
+        ),
+    ),
+    # Functionary 3.2: a recipient on a line of its own before each part.
+    (
+        "<|end_header_id|>\n\n>>>all\n",
+        ChatFormat(
+            text_openings=(">>>all\n",),
+            lead=">>>",
+            calls=CallFormat(style=CallStyle.NAMED, opening=">>>", after_name="\n", between=""),
+            writes_calls=True,
+        ),
+    ),
+)
+# Calls of templates that describe tools and write no calls, by a text that they render.
+_LFM = CallFormat(
+    style=CallStyle.PYTHON,
+    section_opening="<|tool_call_start|>[",
+    section_closing="]<|tool_call_end|>",
+    between=", ",
+)
+DESCRIBED: tuple[tuple[str, CallFormat], ...] = (
+    ("<|tool_list_start|>", _LFM),  # LFM2
+    ("<|im_start|>system\nList of tools: [", _LFM),
+    (
+        "<|tool_call|>",
+        CallFormat(section_opening="<|tool_call|>[", section_closing="]", between=", "),
+    ),  # Granite
+    ("<tool_call>", CallFormat(opening="<tool_call>\n", closing="\n</tool_call>", before="\n")),  # Hermes
+)
+
+# Calls as text ------------------------------------------------------------------------------------------
 
 
 def split_slots(marker: str) -> list[str]:
@@ -219,7 +334,7 @@ def write_gemma(value: Any) -> str:
         return "{" + ",".join(f"{key}:{write_gemma(item)}" for key, item in sorted(value.items())) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(write_gemma, value)) + "]"
-    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+    return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}" if isinstance(value, str) else json.dumps(value)
 
 
 def dump_json(value: Any, *, compact: bool = False) -> str:

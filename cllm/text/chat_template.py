@@ -48,7 +48,7 @@ class TemplateStopped(Exception):
     """The template exceeded a limit; the message names it."""
 
 
-class TemplateRefused(Exception):
+class TemplateRefused(InvalidRequest):
     """The template raised an error on these messages; it may take them in another shape."""
 
 
@@ -80,18 +80,14 @@ def deadly_guard() -> Iterator[None]:
     made = hasattr(_libc, "timer_create") and not _libc.timer_create(
         clock, ctypes.byref(event), ctypes.byref(timer)
     )
-    if not made:
+    if made:
+        _libc.timer_settime(timer, 0, ctypes.byref(times), None)
+    else:
         signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        return
-    _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     try:
         yield
     finally:
-        _libc.timer_delete(timer)
+        _libc.timer_delete(timer) if made else signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class ChatTemplate:
@@ -103,29 +99,19 @@ class ChatTemplate:
         self._lock = threading.Lock()  # the environment counts for one render at a time
 
     def render(self, /, **variables: Any) -> str:
-        """Render the template. Any failure inside it raises InvalidRequest."""
-        try:
-            return self.attempt(**variables)
-        except TemplateRefused as error:
-            raise InvalidRequest(str(error), field="messages") from None
-
-    def attempt(self, /, **variables: Any) -> str:
         """Render the template. Raises TemplateRefused for its own errors, InvalidRequest for others."""
         try:
             with self._lock, self._guard():
                 return self._environment.run(self._compiled, variables)
         except TemplateStopped as error:
-            reason = f"was stopped: {error}"
+            kind, reason = InvalidRequest, f"was stopped: {error}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"cannot be used: line {error.lineno}: {error.message}"
+            kind, reason = InvalidRequest, f"cannot be used: line {error.lineno}: {error.message}"
         except jinja2.TemplateError as error:
-            raise TemplateRefused(
-                f"the model's chat template refuses these messages: {error.message}"
-            ) from None
+            kind, reason = TemplateRefused, f"refuses these messages: {error.message}"
         except Exception as error:  # a template can raise anything
-            name = type(error).__name__
-            raise TemplateRefused(f"the model's chat template failed on these messages ({name})") from None
-        raise InvalidRequest(f"the model's chat template {reason}", field="messages")
+            kind, reason = TemplateRefused, f"failed on these messages ({type(error).__name__})"
+        raise kind(f"the model's chat template {reason}", field="messages")
 
     @cached_property
     def _environment(self) -> _Environment:
@@ -180,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Render within the limits. Raises TemplateStopped, and what the template itself raises."""
         self._started = time.thread_time()
         # Twice: JSON may escape a character with two.
-        self._max_length = MAX_ADDED + 2 * _count_characters(variables)
+        self._max_length = MAX_ADDED + 2 * len(repr(variables))
         parts: list[str] = []
         length = 0
         for part in template.generate(dict(variables)):
@@ -230,17 +216,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _count_characters(value: Any) -> int:
-    """The number of characters of all strings in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(str(key)) + _count_characters(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_count_characters, value))
-    return 0
 
 
 class GenerationTag(Extension):
@@ -348,18 +323,13 @@ def _same(form: str, roles: str = "system user assistant", trim: bool = False) -
 
 _END = "<｜end▁of▁sentence｜>"
 _COMMAND = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
-_OPENCHAT = "GPT4 Correct Assistant:"
 _TURNS = {
     "chatml": _same("<|im_start|>ROLE\n{}<|im_end|>\n"),
     "command-r": _same(_COMMAND, "SYSTEM USER CHATBOT", trim=True),
     "deepseek": _Turns("{}", "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "### Response:\n"),
     "deepseek2": _Turns("{}\n\n", "User: {}\n\n", "Assistant: {}" + _END, "Assistant:"),
     "deepseek3": _Turns("{}\n\n", "<｜User｜>{}", "<｜Assistant｜>{}" + _END, "<｜Assistant｜>"),
-    "exaone3": _Turns(
-        *("[|system|]{}[|endofturn|]\n", "[|user|]{}\n", "[|assistant|]{}[|endofturn|]\n"),
-        opening="[|assistant|]",
-        trim=True,
-    ),
+    "exaone3": _same("[|ROLE|]{}[|endofturn|]\n", trim=True)._replace(user="[|user|]{}\n"),
     "falcon3": _same("<|ROLE|>\n{}\n"),
     "gemma": _Turns(
         *("{}\n\n", "{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"),
@@ -376,11 +346,8 @@ _TURNS = {
     "mistral-v3-tekken": _Turns("{}\n\n", "{}[/INST]", "{}</s>", begin="[INST]"),
     "mistral-v7": _Turns("[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}</s>"),
     "mistral-v7-tekken": _Turns("[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}</s>"),
-    "openchat": _Turns(
-        "{}<|end_of_turn|>",
-        "GPT4 Correct User: {}<|end_of_turn|>",
-        f"{_OPENCHAT} {{}}<|end_of_turn|>",
-        _OPENCHAT,
+    "openchat": _same("GPT4 Correct ROLE: {}<|end_of_turn|>", "System User Assistant")._replace(
+        system="{}<|end_of_turn|>", opening="GPT4 Correct Assistant:"
     ),
     "phi3": _same("<|ROLE|>\n{}<|end|>\n"),
     "phi4": _same("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),

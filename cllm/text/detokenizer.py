@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import AnyStr
 
 
 class IncrementalDetokenizer:
@@ -48,9 +49,9 @@ class IncrementalDetokenizer:
         return held
 
 
-def count_possible(text: str, marks: Sequence[str]) -> int:
+def count_possible(text: AnyStr, marks: Sequence[AnyStr]) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of a mark, so may become one."""
-    for length in range(min(max(map(len, marks)) - 1, len(text)), 0, -1):
+    for length in range(min(max(map(len, marks), default=1) - 1, len(text)), 0, -1):
         if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0

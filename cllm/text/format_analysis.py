@@ -6,6 +6,7 @@ Formats that no rendering shows are declared, and chosen by what the template re
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,8 +15,7 @@ from typing import Any
 import msgspec
 
 from cllm.errors import InvalidRequest
-from cllm.text.chat_format import CallFormat, CallStyle, ChatFormat, Slot, Tool
-from cllm.text.declared_formats import DECLARED, DESCRIBED
+from cllm.text.chat_format import DECLARED, DESCRIBED, CallFormat, CallStyle, ChatFormat, Slot, Tool
 from cllm.text.detokenizer import count_common
 from cllm.text.output_parser import OutputParser, ToolCallStart
 
@@ -50,13 +50,18 @@ class TemplateProbe:
         self._render = render
         self.argument_text = False
         self._content: str | None = ""  # of messages that only call
-        self.tools = [_tool(name) for name in NAMES]
+        properties = {key: {"type": "string", "description": "d"} for key in KEYS}
+        schema = {"type": "object", "properties": properties, "required": [KEYS[0]]}
+        self.tools = [Tool(name, "d", schema) for name in NAMES]
         self._tools = tools = [tool.for_template() for tool in self.tools]
         self.prompt = self._tail([], add_generation_prompt=True)
         self.text = self.saying(TEXT)
         self.takes_tools = NAMES[0] in (self._try([], tools=tools) or "").replace(USER, "")
         self.call, self.calls = self._find_calls()
         self.one_call = not self.calls
+        whole = self._try([], tools=tools, add_generation_prompt=True)
+        # All that a declared format may be chosen by.
+        self.rendered = "\n".join((whole, self.text, self.call, self.saying(TEXT, thinking=REASON)))
 
     def _find_calls(self) -> tuple[str, str]:
         for self.argument_text in (False, True):
@@ -102,21 +107,6 @@ class TemplateProbe:
         except InvalidRequest:
             return ""
 
-    @property
-    def rendered(self) -> str:
-        """Everything that a declared format may be chosen by."""
-        whole = self._try([], tools=self._tools, add_generation_prompt=True)
-        return "\n".join((whole, self.text, self.call, self.saying(TEXT, thinking=REASON)))
-
-
-def _tool(name: str) -> Tool:
-    properties = {key: {"type": "string", "description": "d"} for key in KEYS}
-    return Tool(name, "d", {"type": "object", "properties": properties, "required": [KEYS[0]]})
-
-
-class Underivable(Exception):
-    """The template shows no calls of a known style."""
-
 
 def derive_format(
     render: Render, tokens: Mapping[str, int] | None = None, ends: Collection[str] = ()
@@ -127,34 +117,28 @@ def derive_format(
     """
     probe = TemplateProbe(render)
     found = next((known for mark, known in DECLARED if mark in probe.rendered), None) or _derive(probe)
+    found = _replace(found, takes_tools=probe.takes_tools)
     if found.calls.bare and PYTHON_TAG in (tokens or {}):
         found = _replace(found, calls=_replace(found.calls, other_openings=(PYTHON_TAG,)))
-    found = _replace(found, calls=_without_ends(found.calls, ends))
+    closings = {"closing": found.calls.closing, "section_closing": found.calls.section_closing}
+    for name, end in itertools.product(closings, ends):  # what ends an answer is no part of it
+        closings[name] = closings[name].partition(end)[0]
+    found = _replace(found, calls=_replace(found.calls, **closings))
     texts = found.marker_texts
     used = {text: token for text, token in (tokens or {}).items() if any(text in marker for marker in texts)}
     return _replace(found, tokens=tuple(sorted(used.items())))
 
 
-def _without_ends(calls: CallFormat, ends: Collection[str]) -> CallFormat:
-    """Closings without the tokens that end an answer, which is no part of it."""
-    closings = {"closing": calls.closing, "section_closing": calls.section_closing}
-    for name, closing in closings.items():
-        for end in ends:
-            closing = closing.partition(end)[0]
-        closings[name] = closing
-    return _replace(calls, **closings)
-
-
 def _derive(probe: TemplateProbe) -> ChatFormat:
     try:
         calls = derive_calls(probe)
-    except (Underivable, ValueError, LookupError):
+    except (ValueError, LookupError):
         calls = None
     after = probe.text.partition(TEXT)[2]
     blanks = after[: len(after) - len(after.lstrip())]
-    found = ChatFormat(takes_tools=probe.takes_tools, writes_calls=bool(probe.call), after_text=blanks)
+    found = ChatFormat(writes_calls=bool(probe.call), after_text=blanks)
     if calls is None:
-        known = [known for mark, known in DESCRIBED if found.takes_tools and mark in probe.rendered]
+        known = [known for mark, known in DESCRIBED if probe.takes_tools and mark in probe.rendered]
         return _add_reasoning(probe, _replace(found, calls=known[0]) if known else found)
     found = _replace(found, calls=calls, one_call=probe.one_call)
     return _add_text(probe, _add_reasoning(probe, found))
@@ -164,33 +148,28 @@ def _derive(probe: TemplateProbe) -> ChatFormat:
 
 
 def derive_calls(probe: TemplateProbe) -> CallFormat:
-    """The format of calls. Raises Underivable."""
+    """The format of calls. Raises ValueError or LookupError."""
     if not probe.call:
-        raise Underivable
+        raise ValueError("the template writes no calls")
     header = _common_prefix(probe.call, probe.text.partition(TEXT)[0])
     one = probe.call[len(header) :]
     two = probe.calls[len(header) :] if probe.calls.startswith(header) else ""
     at = one.index(NAMES[0])
     if (span := _find_object(one, at)) is not None:
         found = _derive_json(one, two, span)
-    elif _starts_object(one[at + len(NAMES[0]) :]):
+    elif 0 <= one.find('{"' + KEYS[0], at) < one.find(KEYS[0], at):
         found = _derive_named(one, two)
     else:
         found = _derive_tagged(probe, one, two)
     found = _move_blanks(_cut_turn_end(found, probe.text.partition(TEXT)[2]))
     found = _replace(found, section_opening=_without_reasoning(probe, found.section_opening))
     found = _replace(found, before=_find_before(probe, found))
-    return _check(found, probe.tools, (two or one).lstrip())
-
-
-def _check(calls: CallFormat, tools: Sequence[Tool], written: str) -> CallFormat:
-    """The format, if it reads what it was derived from. Raises Underivable."""
-    parser = OutputParser(ChatFormat(calls=calls), tools)
-    events = (*parser.feed(written), *parser.finish())
+    parser = OutputParser(ChatFormat(calls=found), probe.tools)
+    events = (*parser.feed((two or one).lstrip()), *parser.finish())
     names = [event.name for event in events if isinstance(event, ToolCallStart)]
     if not names or names != list(NAMES[: len(names)]):
-        raise Underivable
-    return calls
+        raise ValueError("the format does not read what it was derived from")
+    return found
 
 
 def _find_object(text: str, at: int) -> tuple[int, int] | None:
@@ -208,12 +187,6 @@ def _find_object(text: str, at: int) -> tuple[int, int] | None:
     return None
 
 
-def _starts_object(text: str) -> bool:
-    """A JSON object of arguments comes before anything else that is a word of a call."""
-    start = text.find('{"' + KEYS[0])
-    return 0 <= start < text.find(KEYS[0])
-
-
 def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
     objects = [one[slice(*span)]]
     pieces = [one[: span[0]], one[span[1] :]]
@@ -225,7 +198,7 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
     parsed = [json.loads(text) for text in objects]
     keys = tuple((Slot.NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
     if not {Slot.NAME, Slot.ARGUMENTS} <= {part for pair in keys for part in pair}:
-        raise Underivable
+        raise ValueError("the object lacks a name or arguments")
     compact = objects[0] == json.dumps(parsed[0], separators=(",", ":"))
     return CallFormat(style=CallStyle.JSON, keys=keys, compact=compact, **_frame(pieces))
 
@@ -241,7 +214,7 @@ def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
     if len(objects) > 1 and (second := objects[1].get(key)) != value:
         if str(value).isdigit() and str(second).isdigit():
             return Slot.INDEX
-        raise Underivable
+        raise ValueError("a key differs from call to call")
     return json.dumps(value)
 
 
@@ -276,26 +249,21 @@ def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
     if to_key.strip() == "{" and to_value.startswith(":"):
         pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
         return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
-    nested = ""
     keyed = [part.replace(key, Slot.KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
-    if Slot.KEY in keyed[0]:
-        nested = re.split(rf"</{Slot.KEY}>", keyed[0])[0]
+    nested = keyed[0].partition(f"</{Slot.KEY}>")[0] if Slot.KEY in keyed[0] else ""
     value_closing = _common_prefix(*keyed)
     key_opening = _common_suffix(to_key, keyed[0][len(value_closing) :])
     if not value_closing.strip() or not key_opening.strip():
-        raise Underivable
+        raise ValueError("no tags stand around the arguments")
     closing, types = _find_types(probe, to_value)
-    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], Slot.KEY)[len(value_closing) :]]
-    if two:
-        ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
-        cut = [
-            end.replace(key, Slot.KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)
-        ]
-        frame_pieces = [two.partition(NAMES[0])[0], *cut]
+    ends = [end]
     after_name = to_key[: len(to_key) - len(key_opening)]
     if two:
+        ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
         second = _between(two, NAMES[1], KEYS[2])
         after_name = _join([after_name, second[: len(second) - len(key_opening)]])
+    keyed_ends = (each.replace(key, Slot.KEY) for each, key in zip(ends, KEYS[1:], strict=False))
+    pieces = [(two or one).partition(NAMES[0])[0], *(each[len(value_closing) :] for each in keyed_ends)]
     return CallFormat(
         style=CallStyle.TAGGED,
         after_name=after_name,
@@ -306,7 +274,7 @@ def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
         types=types,
         nested=nested,
         cdata="<![CDATA[" in probe.calling_with({KEYS[0]: f"{VALUES[0]}\n<&>"}),
-        **_frame(frame_pieces),
+        **_frame(pieces),
     )
 
 
@@ -315,7 +283,9 @@ def _find_types(probe: TemplateProbe, to_value: str) -> tuple[str, tuple[tuple[s
     closings: dict[str, str] = {}
     for kind, value in TYPED.items():
         _, _, rest = probe.calling_with({KEYS[0]: value}).partition(KEYS[0])
-        shown = next((shown for shown in _spellings(value) if shown in rest), None)
+        compact = json.dumps(value, separators=(",", ":"))
+        spellings = [value] if isinstance(value, str) else [json.dumps(value), compact, str(value)]
+        shown = next((shown for shown in spellings if shown in rest), None)
         if shown is not None:
             closings[kind] = rest.partition(shown)[0]
     if len(set(closings.values())) < 2 or "string" not in closings:
@@ -331,12 +301,6 @@ def _find_types(probe: TemplateProbe, to_value: str) -> tuple[str, tuple[tuple[s
         if text.startswith(before) and text.endswith(after)
     }
     return before + Slot.TYPE + after, tuple(words.items())
-
-
-def _spellings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [json.dumps(value), json.dumps(value, separators=(",", ":")), str(value)]
 
 
 def _frame(pieces: Sequence[str]) -> dict[str, Any]:
@@ -455,21 +419,19 @@ def _add_text(probe: TemplateProbe, found: ChatFormat) -> ChatFormat:
 
 
 def _between(text: str, first: str, second: str) -> str:
-    """The text between two words. Raises Underivable."""
+    """The text between two words. Raises ValueError."""
     rest = text.partition(first)[2]
-    if second not in rest:
-        raise Underivable
-    return rest.partition(second)[0]
+    return rest[: rest.index(second)]
 
 
 def _join(markers: Sequence[str]) -> str:
-    """One marker for several calls: what differs becomes a slot. Raises Underivable."""
+    """One marker for several calls: what differs becomes a slot. Raises ValueError."""
     slots = [marker.replace(call_id, Slot.ID) for marker, call_id in zip(markers, IDS, strict=False)]
     if len(set(slots)) == 1:
         return slots[0]
     numbers = [re.sub(r"\d+", Slot.INDEX, marker) for marker in slots]
     if len(set(numbers)) > 1:
-        raise Underivable
+        raise ValueError("a marker differs from call to call")
     return numbers[0]
 
 

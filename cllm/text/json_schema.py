@@ -93,6 +93,11 @@ def escape_name(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
+def escape_regex(text: str) -> str:
+    """A regular expression of exactly this text."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text).replace("\n", "\\n")
+
+
 def get_text_expression(schema: Mapping[str, Any]) -> str:
     """A regular expression of the texts that the schema of a string allows, as far as it can be said."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -224,23 +229,22 @@ def find_combined(root: Any) -> set[str]:
     seen: set[tuple[str, bool]] = set()
     waiting: list[tuple[Any, str, bool]] = [(root, "#", False)]
 
-    def visit(schema: Mapping[str, Any], place: str, is_part: bool) -> None:
-        def follow(inner: Any, path: str, same: bool) -> None:
-            waiting.append((inner, f"{place}/{path}", same and is_part))
+    def follow(inner: Any, path: str, same: bool) -> None:
+        waiting.append((inner, f"{place}/{path}", same and is_part))
 
+    while waiting:
+        schema, place, is_part = waiting.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        is_part = is_part or _count_parts(schema) > 1 or place in combined
+        if (place, is_part) in seen:
+            continue
+        seen.add((place, is_part))
         reference = schema.get("$ref")
         if is_part and isinstance(reference, str) and reference not in combined:
             combined.add(reference)
             waiting.append((_follow(root, reference), reference, True))
         _map_schemas(schema, follow)
-
-    while waiting:
-        schema, place, is_part = waiting.pop()
-        if isinstance(schema, Mapping):
-            is_part = is_part or _count_parts(schema) > 1 or place in combined
-            if (place, is_part) not in seen:
-                seen.add((place, is_part))
-                visit(schema, place, is_part)
     return combined
 
 

@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from cllm.text.argument_values import parse_object
+from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import GENERIC, CallFormat, WrittenCall, dump_json, write_calls
 
 Message = dict[str, Any]
@@ -390,7 +390,7 @@ def _result(number: int, call_id: str = "") -> Message:
     return _say("tool", f"Zulu_r{number}", tool_call_id=call_id, name=f"Zulu_f{number}")
 
 
-class RewriteProbe(NamedTuple):
+class Probe(NamedTuple):
     """A conversation, and the words that its rendering must have; in this order, if `ordered`."""
 
     rewrites: tuple[Rewrite, ...]
@@ -412,41 +412,30 @@ _REASONING = dict.fromkeys(REASONING_FIELDS, "Zulu_6")
 _REASONED = [_A, _say("assistant", "Zulu_7", _call(1), **_REASONING), _result(1)]
 # Objects in the place of text: the template expects text there.
 _OBJECTS = ("{'city", "{'type", '{"type": "thinking')
-_CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name"}}}
-_NAME = "Zulu_tool"
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": _CITY}}
 _PROBES = (
-    RewriteProbe((merge_roles,), [_A, _B], "Zulu_1 Zulu_2"),
-    RewriteProbe(
-        (merge_roles,), [_A, _ANSWER, _say("assistant", "Zulu_7"), _B], "Zulu_1 Zulu_3 Zulu_7 Zulu_2"
-    ),
-    RewriteProbe((merge_system,), [_SYSTEM, _A], "Zulu_4 Zulu_1"),
-    RewriteProbe(
-        (merge_later_system,), [_SYSTEM, _A, _ANSWER, _LATER, _B], "Zulu_4 Zulu_1 Zulu_3 Zulu_5 Zulu_2"
-    ),
-    RewriteProbe((merge_later_system,), [_SYSTEM, _LATER, _A], "Zulu_4 Zulu_5 Zulu_1"),
-    RewriteProbe((merge_later_system,), [_SYSTEM, _A, _LATER], "Zulu_4 Zulu_1 Zulu_5"),
-    RewriteProbe((user_first,), [_ANSWER, _A], "Zulu_3 Zulu_1"),
-    RewriteProbe((user_first,), [_SYSTEM], "Zulu_4"),
-    RewriteProbe((drop_empty_answers,), [_A, _say("assistant"), _B], "Zulu_1 Zulu_2"),
-    RewriteProbe((arguments_as_text,), _CALLED, "Zulu_f1 Zulu_a1"),
-    RewriteProbe((null_content,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    RewriteProbe((null_content, arguments_as_text), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    RewriteProbe((calls_as_text,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    RewriteProbe((split_calls,), _TWICE, "Zulu_f1 Zulu_f2 Zulu_r1 Zulu_r2", ordered=False),
-    RewriteProbe((shorten_ids,), _LONG_ID, "Zulu_f1"),
-    RewriteProbe((arguments_as_object,), _BROKEN, "Zulu_8"),
-    RewriteProbe((merge_user_into_result,), [*_CALLED, _B], "Zulu_f1 Zulu_r1 Zulu_2"),
-    RewriteProbe((results_first,), [_A, _CALLING, _B, _result(1)], "Zulu_f1 Zulu_r1 Zulu_2", ordered=False),
-    RewriteProbe((stray_results_as_text,), [_A, _ANSWER, _result(1), _B], "Zulu_1 Zulu_3 Zulu_r1 Zulu_2"),
-    RewriteProbe(
-        (text_before_calls,), [_A, _say("assistant", "Zulu_7", _call(1)), _result(1)], "Zulu_f1 Zulu_r1"
-    ),
-    RewriteProbe((text_as_reasoning,), _REASONED, "Zulu_f1 Zulu_r1"),
-    RewriteProbe((reasoning_as_part,), _REASONED, "Zulu_6 Zulu_7 Zulu_f1"),
+    Probe((merge_roles,), [_A, _B], "Zulu_1 Zulu_2"),
+    Probe((merge_roles,), [_A, _ANSWER, _say("assistant", "Zulu_7"), _B], "Zulu_1 Zulu_3 Zulu_7 Zulu_2"),
+    Probe((merge_system,), [_SYSTEM, _A], "Zulu_4 Zulu_1"),
+    Probe((merge_later_system,), [_SYSTEM, _A, _ANSWER, _LATER, _B], "Zulu_4 Zulu_1 Zulu_3 Zulu_5 Zulu_2"),
+    Probe((merge_later_system,), [_SYSTEM, _LATER, _A], "Zulu_4 Zulu_5 Zulu_1"),
+    Probe((merge_later_system,), [_SYSTEM, _A, _LATER], "Zulu_4 Zulu_1 Zulu_5"),
+    Probe((user_first,), [_ANSWER, _A], "Zulu_3 Zulu_1"),
+    Probe((user_first,), [_SYSTEM], "Zulu_4"),
+    Probe((drop_empty_answers,), [_A, _say("assistant"), _B], "Zulu_1 Zulu_2"),
+    Probe((arguments_as_text,), _CALLED, "Zulu_f1 Zulu_a1"),
+    Probe((null_content,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
+    Probe((null_content, arguments_as_text), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
+    Probe((calls_as_text,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
+    Probe((split_calls,), _TWICE, "Zulu_f1 Zulu_f2 Zulu_r1 Zulu_r2", ordered=False),
+    Probe((shorten_ids,), _LONG_ID, "Zulu_f1"),
+    Probe((arguments_as_object,), _BROKEN, "Zulu_8"),
+    Probe((merge_user_into_result,), [*_CALLED, _B], "Zulu_f1 Zulu_r1 Zulu_2"),
+    Probe((results_first,), [_A, _CALLING, _B, _result(1)], "Zulu_f1 Zulu_r1 Zulu_2", ordered=False),
+    Probe((stray_results_as_text,), [_A, _ANSWER, _result(1), _B], "Zulu_1 Zulu_3 Zulu_r1 Zulu_2"),
+    Probe((text_before_calls,), [_A, _say("assistant", "Zulu_7", _call(1)), _result(1)], "Zulu_f1 Zulu_r1"),
+    Probe((text_as_reasoning,), _REASONED, "Zulu_f1 Zulu_r1"),
+    Probe((reasoning_as_part,), _REASONED, "Zulu_6 Zulu_7 Zulu_f1"),
 )
-# Some templates write the system's text only while the user speaks last: agents would lose it.
-_TOOL_PROBES = (RewriteProbe((merge_system,), [_SYSTEM, *_CALLED], "Zulu_4 Zulu_f1"),)
 Render = Callable[[list[Message], Any], str | None]
 """Renders messages with a value of `tools`; None where the template refuses them."""
 
@@ -458,21 +447,20 @@ class TemplateRewrites:
         self.no_tools: list[Any] | None = None  # stands for no tools; some templates need a list
         if render([_A], None) is None:
             self.no_tools = []
-        self.takes_tools = _NAME in (render([_A], [_TOOL]) or "")
         self._needed = self._find(_PROBES, render, set())
-        self._with_tools = self._find(_TOOL_PROBES, render, self._needed)
+        # Some templates write the system's text only while the user speaks last: agents would lose it.
+        last = Probe((merge_system,), [_SYSTEM, *_CALLED], "Zulu_4 Zulu_f1")
+        self._with_tools = self._find((last,), render, self._needed)
 
-    def _find(self, probes: Iterable[RewriteProbe], render: Render, needed: set[Rewrite]) -> set[Rewrite]:
+    def _find(self, probes: Iterable[Probe], render: Render, needed: set[Rewrite]) -> set[Rewrite]:
         for probe in probes:
             more = needed.union(probe.rewrites)
             if not self._passes(probe, render, needed) and self._passes(probe, render, more):
                 needed = more
         return needed
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the rewrites."""
-        return [rewrite.__name__ for rewrite in REWRITES if rewrite in self._with_tools]
+    def __str__(self) -> str:
+        return ", ".join(rewrite.__name__ for rewrite in REWRITES if rewrite in self._with_tools) or "none"
 
     def shapes(
         self, messages: list[Message], *, tools: bool = False, as_text: bool = False
@@ -492,7 +480,7 @@ class TemplateRewrites:
                 tried.append(shape)
                 yield shape
 
-    def _passes(self, probe: RewriteProbe, render: Render, rewrites: set[Rewrite]) -> bool:
+    def _passes(self, probe: Probe, render: Render, rewrites: set[Rewrite]) -> bool:
         rendered = render(rewrite_messages(probe.messages, rewrites), self.no_tools)
         if rendered is None or any(written in rendered for written in _OBJECTS):
             return False

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,9 +20,7 @@ from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, To
 from cllm.text.detokenizer import count_common, count_possible
 
 # Written also by models whose calls have no opening.
-PYTHON_LIST = CallFormat(
-    style=CallStyle.PYTHON, section_opening="[", section_closing="]", between=", ", opening=""
-)
+PYTHON_LIST = CallFormat(style=CallStyle.PYTHON, section_opening="[", section_closing="]", between=", ")
 
 MAX_SLOT = 256  # characters of an id
 MAX_HELD = 4096  # characters by which a call may equal an earlier one before it is reported
@@ -98,7 +95,7 @@ class OutputParser:
     def feed(self, text: str) -> list[OutputEvent]:
         """Add text; returns the events that are now certain."""
         waits = self._buffer or self._lead or self._read != self._read_text
-        if not waits and not self._markers.may_be_in(text):
+        if not waits and self._markers.first.search(text) is None:
             return self._run.add(text, ContentText)  # nearly every piece of an answer
         self._buffer += text
         return self._drain(final=False)
@@ -155,7 +152,7 @@ class OutputParser:
         return False
 
     def _enter_text(self) -> bool:
-        self._buffer, self._lead = self._lead + self._buffer, self._lead
+        self._buffer = self._lead + self._buffer
         self._read = self._read_text
         return True
 
@@ -166,44 +163,39 @@ class OutputParser:
             text, self._buffer = _split(self._buffer, len(self._buffer) - kept)
             self._say(text, ContentText)
             if final:
-                self._end_answer()
+                if not self._run.said and not self._reasoned and not self._calls.count:
+                    self._run.said = bool(self._run.blanks)  # an answer of blanks alone
+                self._buffer = ""
+                self._events += self._run.end(ContentText, "" if self._cut else self._format.after_text)
             return False
-        marker, at = found
+        core, at = found[0], found.start()
+        whole, kind = self._markers.by_core[core]
         self._say(self._buffer[:at], ContentText)
-        self._buffer = self._buffer[at + len(marker.core) :]
-        strays = marker.kind is _Kind.CLOSING and self._run.said
-        if strays or (marker.kind is _Kind.REASONING and not self._opens_reasoning()):
-            self._say(marker.core, ContentText)
+        self._buffer = self._buffer[at + len(core) :]
+        strays = kind == "closing" and self._run.said
+        # Reasoning starts an answer; once there was some, it may also start on a new line.
+        opens = self._format.lead or self._format.text_openings or not self._run.said
+        opens = opens or (self._reasoned and "\n" in self._run.blanks)
+        if strays or (kind == "reasoning" and not opens):
+            self._say(core, ContentText)
             return True
         self._lead = ""
-        if marker.kind is _Kind.CALLS:
+        if kind == "calls":
             blanks = self._run.blanks
             said = self._run.end(ContentText, self._format.calls.before)
             self._events += said
             blanks = blanks[len(said[0].text) :] if said else blanks  # text again if no call follows
-            return self._enter_calls(blanks + marker.core, marker.core)
-        self._events += self._run.end(ContentText, _left(marker.whole))
-        if marker.kind is _Kind.REASONING:
-            return self._enter_reasoning(marker.whole)
-        self._run.skip = _right(marker.whole)
+            return self._enter_calls(blanks + core, core)
+        self._events += self._run.end(ContentText, _left(whole))
+        if kind == "reasoning":
+            return self._enter_reasoning(whole)
+        self._run.skip = _right(whole)
         return True
-
-    def _end_answer(self) -> None:
-        self._buffer = ""
-        if not self._run.said and not self._reasoned and not self._calls.count:
-            self._run.said = bool(self._run.blanks)  # an answer of blanks alone
-        self._events += self._run.end(ContentText, "" if self._cut else self._format.after_text)
 
     def _say(self, text: str, kind: TextKind) -> None:
         if self._lead and text:
             text, self._lead = text.removeprefix(self._lead), ""
         self._events += self._run.add(text, kind)
-
-    def _opens_reasoning(self) -> bool:
-        """Reasoning starts an answer; once there was some, it may also start on a new line."""
-        if self._format.lead or self._format.text_openings or not self._run.said:
-            return True
-        return self._reasoned and "\n" in self._run.blanks
 
     def _enter_reasoning(self, opening: str) -> bool:
         self._run.skip = _right(opening) if self._format.exact else None
@@ -297,65 +289,48 @@ class _TextRun:
         return [kind(rest)] if rest else []
 
 
-class _Kind(Enum):
-    REASONING = "reasoning starts"
-    DROPPED = "stands beside text"
-    CLOSING = "reasoning ends that did not start"
-    CALLS = "calls start"
-
-
-class _Marker(msgspec.Struct, frozen=True):
-    """A marker in a text. It is found by its core; blanks beside that belong to it."""
-
-    whole: str
-    kind: _Kind
-
-    @property
-    def core(self) -> str:
-        return self.whole.strip()
+_Kind = Literal["reasoning", "closing", "calls", "dropped"]  # `closing` of reasoning that did not start
 
 
 class _TextMarkers:
-    """The markers that may stand in a text, and those that end reasoning."""
+    """The markers that may stand in a text, and those that end reasoning.
+
+    A marker is found by its core; blanks beside that belong to it.
+    """
 
     def __init__(self, chat_format: ChatFormat, *, calls: bool, reasoning: bool) -> None:
         self.reasoning_closings = {mark.strip(): mark for mark in chat_format.reasoning_closings}
-        kinds: dict[str, _Kind] = dict.fromkeys(get_entries(chat_format.calls), _Kind.CALLS) if calls else {}
+        kinds: dict[str, _Kind] = dict.fromkeys(get_entries(chat_format.calls), "calls") if calls else {}
         dropped = (*chat_format.text_openings, *chat_format.text_closings)
         if chat_format.lead and not reasoning:
             dropped += (*chat_format.reasoning_openings, *chat_format.reasoning_closings)
-        kinds |= dict.fromkeys(dropped, _Kind.DROPPED)
+        kinds |= dict.fromkeys(dropped, "dropped")
         if reasoning:
-            kinds |= dict.fromkeys(chat_format.reasoning_closings, _Kind.CLOSING) | kinds
-            kinds |= dict.fromkeys(chat_format.reasoning_openings, _Kind.REASONING)
-        found = {text.strip(): _Marker(text, kind) for text, kind in kinds.items()}
-        self._by_core = dict(sorted(found.items(), key=lambda item: -len(item[0])))
-        self._cores = list(self._by_core)
+            closings: dict[str, _Kind] = dict.fromkeys(chat_format.reasoning_closings, "closing")
+            kinds |= closings | kinds
+            kinds |= dict.fromkeys(chat_format.reasoning_openings, "reasoning")
+        found = {whole.strip(): (whole, kind) for whole, kind in kinds.items()}
+        self.by_core = dict(sorted(found.items(), key=lambda item: -len(item[0])))
+        self._cores = list(self.by_core)
         self._pattern = re.compile("|".join(map(re.escape, self._cores)) or "(?!)")
         first = "".join(sorted({core[0] for core in self._cores}))
-        self._first = re.compile(f"[{re.escape(first)}]" if first else "(?!)")
+        self.first = re.compile(f"[{re.escape(first)}]" if first else "(?!)")  # what markers start with
         self._longest = max(map(len, self._cores), default=0)
 
-    def find(self, text: str, final: bool) -> tuple[_Marker, int] | None:
-        """The first marker and its place; None also where a longer one may still come there."""
-        found = self._pattern.search(text)
-        if found is None or (not final and self._may_grow(found[0], text[found.start() :])):
-            return None
-        return self._by_core[found[0]], found.start()
-
-    def may_be_in(self, text: str) -> bool:
-        """False for a text in which no marker starts."""
-        return self._first.search(text) is not None
+    def find(self, text: str, final: bool) -> re.Match[str] | None:
+        """The first marker; None also where a longer one may still come there."""
+        if (found := self._pattern.search(text)) is None or final:
+            return found
+        core, rest = found[0], text[found.start() :]
+        grows = any(len(other) > len(core) and other.startswith(rest) for other in self._cores)
+        return None if grows else found
 
     def count_kept(self, text: str) -> int:
         """The characters at the end of a text that may start a marker."""
-        if self._first.search(text, max(0, len(text) - self._longest)) is None:
+        if self.first.search(text, max(0, len(text) - self._longest)) is None:
             return 0
         found = self._pattern.search(text)
         return len(text) - found.start() if found is not None else count_possible(text, self._cores)
-
-    def _may_grow(self, core: str, rest: str) -> bool:
-        return any(len(other) > len(core) and other.startswith(rest) for other in self._cores)
 
 
 def _split(text: str, at: int) -> tuple[str, str]:
@@ -461,7 +436,8 @@ class CallReader:
             return self._skip_slot(text, final, cut)
         start = text.lstrip()
         self._blanks.append(text[: len(text) - len(start)])
-        if self._starts_call(start):
+        named = self._form.style is not CallStyle.JSON
+        if start[:1].isidentifier() and not self._name_mark if named else start[:1] == "{":
             self._parser = make_call_parser(self._form, self._schemas)
             self._skip(self.blanks)
             return start
@@ -499,11 +475,6 @@ class CallReader:
         """No call follows."""
         self.rest = "" if cut else "".join((*(self._opened or ()), raw))
 
-    def _starts_call(self, text: str) -> bool:
-        if self._form.style is CallStyle.JSON:
-            return text.startswith("{")
-        return not self._name_mark and text[:1].isidentifier()
-
     def _after_piece(self, piece: str) -> None:
         """The piece before a name starts a call; an id may come first."""
         form = self._form
@@ -538,7 +509,9 @@ class CallReader:
         """Report a call, unless it may still turn out to be an earlier one again."""
         self._held += new
         if not self._started:
-            if self._distinct and self._is_repeated(name, complete):
+            same = [text for other, text in self._earlier if other == name and text.startswith(self._held)]
+            may_be_same = self._held in same if complete else same and len(self._held) <= MAX_HELD
+            if self._distinct and may_be_same:
                 return
             events.append(ToolCallStart(self.count, name))
             self._started = True
@@ -548,10 +521,3 @@ class CallReader:
         if self._held:
             events.append(ToolCallArguments(self.count - 1, self._held))
             self._held = ""
-
-    def _is_repeated(self, name: str, complete: bool) -> bool:
-        if complete:
-            return (name, self._held) in self._earlier
-        if len(self._held) > MAX_HELD:
-            return False
-        return any(name == other and text.startswith(self._held) for other, text in self._earlier)

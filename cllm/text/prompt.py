@@ -18,7 +18,7 @@ import msgspec
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat, Tool
-from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
+from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate, TemplateRefused, tojson
 from cllm.text.format_analysis import derive_format
 from cllm.text.message_rewrites import (
     Message,
@@ -39,11 +39,6 @@ from cllm.types import (
 )
 
 log = logging.getLogger(__name__)
-CHATML = """\
-{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 DERIVE_LIMIT_S = 2.0  # CPU time
 NO_SHAPE = "merging its system texts, equal roles and tool calls into other messages did not help"
 # What templates call the switch of the reasoning, with the value that is off.
@@ -91,7 +86,7 @@ class PromptBuilder:
     ) -> None:
         """`tool_template` is for conversations with tools, where the model has two; the default is ChatML."""
         self._vocabulary = vocabulary
-        self._template = template or ChatTemplate(CHATML)
+        self._template = template or ChatTemplate(BUILTIN_TEMPLATES["chatml"])
         self._tool_template = tool_template or self._template
         self._rewrites: dict[ChatTemplate, TemplateRewrites] = {}
         self._formats: dict[ChatTemplate, ChatFormat] = {}
@@ -247,38 +242,32 @@ class PromptBuilder:
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
         """Render; with the tools in words where the template takes none, or refuses these."""
-        rewrites = self._find_rewrites(self._tool_template if chat.tools else self._template)
         known = self.describe(tools=bool(chat.tools))
-        takes = known.takes_tools and rewrites.takes_tools and known.calls != GENERIC.calls
-        if not chat.tools or not takes:
-            return self._shape(chat, safe, rewrites, in_words=bool(chat.tools))
+        if not chat.tools or not known.takes_tools or known.calls == GENERIC.calls:
+            return self._shape(chat, safe, known, in_words=bool(chat.tools))
         try:
-            return self._shape(chat, safe, rewrites, in_words=False)
+            return self._shape(chat, safe, known, in_words=False)
         except InvalidRequest:  # some templates fail on a type that a parameter has
             with contextlib.suppress(InvalidRequest):
-                return self._shape(chat, safe, rewrites, in_words=True)
+                return self._shape(chat, safe, known, in_words=True)
             raise
 
-    def _shape(
-        self, chat: Chat, safe: Callable[[Any], Any], rewrites: TemplateRewrites, *, in_words: bool
-    ) -> str:
+    def _shape(self, chat: Chat, safe: Callable[[Any], Any], known: ChatFormat, *, in_words: bool) -> str:
         """Render with the rewrites that the template needs; with others as well, while it refuses."""
         tools: Sequence[Mapping[str, Any]] = [tool.for_template() for tool in chat.tools]
         template = self._tool_template if tools else self._template
-        prepared = prepare(chat.messages)
-        known = self.describe(tools=bool(tools))
+        rewrites, prepared = self._find_rewrites(template), prepare(chat.messages)
         generic = known.calls == GENERIC.calls
         if in_words:
             prepared, tools = describe_tools(prepared, tools, known.calls), ()
         if not (known.writes_calls or generic):
             prepared = write_calls_as_text(prepared, known.calls)
-        as_text = in_words and generic
         variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
         variables["tools"] = variables["tools"] or rewrites.no_tools
         refusal = ""
-        for shape in rewrites.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
+        for shape in rewrites.shapes(prepared, as_text=in_words and generic, tools=bool(chat.tools)):
             try:
-                rendered = template.attempt(**{**variables, "messages": safe(shape)})
+                rendered = template.render(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:
                 refusal = refusal or str(error)
             else:
@@ -307,7 +296,7 @@ class PromptBuilder:
         """Find the rewrites that a template needs, once."""
         if template not in self._rewrites:
             found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
-            log.debug("the chat template needs these rewrites: %s", ", ".join(found.names) or "none")
+            log.debug("the chat template needs these rewrites: %s", found)
             self._rewrites[template] = found
         return self._rewrites[template]
 
@@ -317,7 +306,7 @@ class PromptBuilder:
         """Messages of our own through the template; None where it refuses them."""
         variables = self._variables(tools or [], options)
         try:
-            return template.attempt(**{**variables, "tools": tools, "messages": _map_strings(messages, str)})
+            return template.render(**{**variables, "tools": tools, "messages": _map_strings(messages, str)})
         except TemplateRefused:
             return None
 

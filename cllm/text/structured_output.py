@@ -20,7 +20,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, parse_schemas
+from cllm.text.detokenizer import count_possible
+from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, escape_regex, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -104,12 +105,8 @@ class TriggerWatch:
             if mark in self._triggers and not self._inside:
                 return len(text)
             self._inside = not self._inside
-        rests = (text[begin:] for begin in range(len(text)))
-        self._begun = next((rest for rest in rests if self._may_begin(rest)), b"")
+        self._begun = text[len(text) - count_possible(text, self._marks) :]
         return None
-
-    def _may_begin(self, text: bytes) -> bool:
-        return any(mark.startswith(text) for mark in self._marks)
 
     def count_before(self, tokens: Sequence[int]) -> int:
         """Count the tokens before the first that would complete a trigger."""
@@ -153,29 +150,18 @@ class Constraint:
             return None
         spelled, self.watch = self.watch.spell(token), None
         begun, rest = spelled[: len(spelled) - beyond], spelled[len(spelled) - beyond :]
-        if self._consume(rest):
-            return (token,)
-        return self._tokenizer.tokenize_bytes(begun) or (token,)
-
-    def _consume(self, text: bytes) -> bool:
-        """Advance by a text; False, and nothing has changed, if the grammar does not allow it."""
-        tokens = self._tokenizer.tokenize_bytes(text) if text else []
+        tokens = self._tokenizer.tokenize_bytes(rest) if rest else []
         fits = self._matcher.validate_tokens(tokens) == len(tokens)
-        if not fits or self._tokenizer.decode_bytes(tokens) != text:
-            return False
-        return not tokens or self._matcher.consume_tokens(tokens)
-
-    def _checked(self, mask: TokenMask) -> TokenMask:
-        self._check()
-        if not mask.any():
-            raise InvalidRequest(_EXHAUSTED)
-        return mask
+        if not fits or self._tokenizer.decode_bytes(tokens) != rest:
+            return self._tokenizer.tokenize_bytes(begun) or (token,)
+        self._matcher.consume_tokens(tokens)
+        return (token,)
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
         self._grammar.tokens += 1
         self._matcher.consume_token(token)
-        self._check()
+        self.check()
 
     def forced(self) -> Sequence[int]:
         """Tokens that the grammar leaves no choice about; the model need not be asked."""
@@ -186,7 +172,8 @@ class Constraint:
         """The answer is complete: no token can follow."""
         return bool(self._matcher.is_stopped())
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise InvalidRequest if the grammar has failed, or allows no token."""
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
             if "too many states" in reason:
@@ -243,13 +230,10 @@ class GrammarCompiler:
         """Compile a source that is within the limits. Native code sees no other."""
         _check_size(spec)
         closed = close_schemas(spec, parse_schemas(spec))
-        return _run_on_large_stack(lambda: self._make_either(spec, closed))
-
-    def _make_either(self, spec: ConstraintSpec, closed: str) -> LLMatcher:
         try:
-            return self._make_matcher(spec, closed)
+            return _run_on_large_stack(lambda: self._make_matcher(spec, closed))
         except InvalidRequest:  # a closed schema must not be what is refused
-            return self._make_matcher(spec, spec.source)
+            return _run_on_large_stack(lambda: self._make_matcher(spec, spec.source))
 
     def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
         field = spec.field
@@ -307,7 +291,7 @@ def to_llguidance(spec: ConstraintSpec) -> str:
                 return LLMatcher.grammar_from_regex(spec.source)
             case ConstraintKind.CHOICE:
                 choices = json.loads(spec.source)
-                return LLMatcher.grammar_from_regex("|".join(f"({_literal(choice)})" for choice in choices))
+                return LLMatcher.grammar_from_regex("|".join(f"({escape_regex(each)})" for each in choices))
             case ConstraintKind.TOOLS:
                 return LLMatcher.grammar_from_lark(spec.source)
             case ConstraintKind.GRAMMAR:
@@ -315,11 +299,6 @@ def to_llguidance(spec: ConstraintSpec) -> str:
                 return LLMatcher.grammar_from_lark(lark)
     except Exception as error:  # the converters raise any type
         raise InvalidRequest(f"{field}: {_first_line(str(error)) or type(error).__name__}", field) from None
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches exactly this text."""
-    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text)
 
 
 def _first_line(text: str) -> str:
@@ -416,8 +395,10 @@ class MaskBuilder:
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
         found: list[TokenMask | InvalidRequest] = []
         for constraint, line in zip(constraints, bits, strict=True):
+            mask = line[:size]
             try:
-                found.append(constraint._checked(line[:size]))
+                constraint.check()
+                found.append(mask if mask.any() else InvalidRequest(_EXHAUSTED))
             except InvalidRequest as error:
                 found.append(error)
         return found

@@ -9,15 +9,11 @@ from cllm.text.chat_format import Tool
 from cllm.text.prompt import Chat
 
 Message = dict[str, Any]
+CITY = {"city": {"type": "string", "description": "Its name"}}
 TOOLS = (
     Tool(
-        "get_weather",
-        "The weather in a city",
-        {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "Its name"}},
-            "required": ["city"],
-        },
+        *("get_weather", "The weather in a city"),
+        {"type": "object", "properties": CITY, "required": ["city"]},
     ),
     Tool("now", "The time", {}),
 )
@@ -98,17 +94,8 @@ SHAPES = {
 }
 # A conversation that has all of them, one turn after the other.
 GROWING = [
-    SYSTEM,
-    ASK,
-    ANSWER,
-    LATER,
-    MORE,
-    say("assistant", "Vega, again."),
-    say("user", "Two in"),
-    say("user", "a row."),
-    CALLING,
-    RESULT,
-    say("user", "Text beside it."),
+    *(SYSTEM, ASK, ANSWER, LATER, MORE, say("assistant", "Vega, again.")),
+    *(say("user", "Two in"), say("user", "a row."), CALLING, RESULT, say("user", "Text beside it.")),
     say("assistant", "", tool_calls=[call("get_weather", "{broken", "call_3"), call("now", {}, "call_4")]),
     say("tool", "Bellatrix", tool_call_id="call_3"),
     say("tool", "Alnitak", tool_call_id="call_4"),

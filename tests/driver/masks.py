@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cllm.errors import InvalidRequest
+from cllm.testing import FakeVocabulary
 from cllm.text.structured_output import Constraint, MaskBuilder
 from cllm.types import TokenMask
 
@@ -13,3 +14,12 @@ def get_mask(builder: MaskBuilder, constraint: Constraint) -> TokenMask:
     if isinstance(mask, InvalidRequest):
         raise mask
     return mask
+
+
+def takes_text(builder: MaskBuilder, constraint: Constraint, text: str) -> bool:
+    """True where an answer may be this text, and end there."""
+    for byte in text.encode():
+        if constraint.complete or not get_mask(builder, constraint)[byte]:
+            return False
+        constraint.accept(byte)
+    return constraint.complete or any(get_mask(builder, constraint)[end] for end in FakeVocabulary.ends)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from bench.footprint import descendants
@@ -150,15 +149,16 @@ class RayCluster:
 
     def start_gateway(self) -> None:
         port = ("--port", str(self.gateway_port), "--cluster", self.address)
-        with self.log.open("ab") as log:
-            self.gateway = subprocess.Popen(
-                [self.python, *SCRIPTED, *port, "--parallel", "64", "--log-level", "info"],
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.gateway = self.serve(*port, "--parallel", "64", "--log-level", "info")
         wait_for(lambda: self.status("/ready") == 200, 60, "the gateway does not serve")
+
+    def serve(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """A server of the scripted model."""
+        command = [self.python, *SCRIPTED, *arguments]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def stop_gateway(self) -> None:
         if self.gateway is not None:
@@ -190,20 +190,15 @@ class RayCluster:
 
     def find(self, words: str) -> list[int]:
         """The processes of this cluster whose command line begins so, or has it as its program."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            pid = int(path.name)
-            if words in read_command(pid) and self._is_ours(pid):
-                found.append(pid)
-        return sorted(found)
+        return [pid for pid in self._list_own() if words in read_command(pid)]
 
-    def _is_ours(self, pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return (
-                f"RAY_AUTH_TOKEN_PATH={self.folder}/token".encode()
-                in Path(f"/proc/{pid}/environ").read_bytes()
-            )
-        return False
+    def _list_own(self) -> list[int]:
+        mark, found = f"RAY_AUTH_TOKEN_PATH={self.folder}/token".encode(), list[int]()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+        return sorted(found)
 
     @property
     def replicas(self) -> list[int]:
@@ -213,11 +208,7 @@ class RayCluster:
     def processes(self) -> list[int]:
         """Everything of Ray, without the gateway."""
         own = set(descendants(self.gateway.pid)) if self.gateway is not None else set()
-        return [
-            int(path.name)
-            for path in Path("/proc").glob("[0-9]*")
-            if int(path.name) not in own and self._is_ours(int(path.name)) and alive(int(path.name))
-        ]
+        return [pid for pid in self._list_own() if pid not in own and alive(pid)]
 
     def cpu_s(self, pids: Sequence[int]) -> float:
         total = 0.0
@@ -244,9 +235,7 @@ class RayCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -262,16 +251,7 @@ def plain_servers(cluster: RayCluster, count: int = 2) -> Iterator[tuple[list[in
     """So many servers without a cluster: their ports and processes."""
     ports = [free_port() for _ in range(count)]
     size = ("--step-ms", str(STEP_MS), "--parallel", str(SLOTS), "--ctx-size", str(CELLS * SLOTS))
-    servers = [
-        subprocess.Popen(
-            [cluster.python, *SCRIPTED, "--port", str(port), *size],
-            env=cluster.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for port in ports
-    ]
+    servers = [cluster.serve("--port", str(port), *size) for port in ports]
     try:
         for port in ports:
             wait_for(lambda port=port: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)  # type: ignore[misc]

@@ -9,17 +9,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
 from cllm.text.chat_format import ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate
+from cllm.text.detokenizer import count_common
 from cllm.text.format_analysis import TemplateProbe, derive_format
-from cllm.text.output_parser import ContentText, OutputParser, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.text.output_parser import (
+    ContentText,
+    OutputEvent,
+    OutputParser,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from tests.driver.corpus import template_files
 
 Message = dict[str, Any]
-Parts = tuple[str, str, list[tuple[str, Any]]]  # reasoning, text, calls
 PARAMETERS = {
     "city": {"type": "string", "description": "Any."},
     "note": {"type": "string", "description": "Any."},
@@ -34,40 +41,29 @@ TOOLS = tuple(
     for name in ("get_weather", "search-web", "files.read")
 )
 WORDS = (
-    *(
-        "sun",
-        "rain",
-        "Zürich",
-        "東京",
-        "naïve",
-        "42",
-        "3.14",
-        "it's",
-        '"quoted"',
-        "back\\slash",
-        "<b>bold</b>",
-    ),
-    *("a&b", "{x}", "[y]", "null", "true", "tab\tbed", "new\nline", "two\n\nlines", "$5", "100%", "émoji🙂"),
-    *("f(x)", "key:", "value;", "--flag", "/path/to/file.txt"),
+    *("sun", "rain", "Zürich", "東京", "naïve", "42", "3.14", "it's", '"quoted"', "back\\slash"),
+    *("<b>bold</b>", "a&b", "{x}", "[y]", "null", "true", "tab\tbed", "new\nline", "two\n\nlines", "$5"),
+    *("100%", "émoji🙂", "f(x)", "key:", "value;", "--flag", "/path/to/file.txt"),
 )
 # Tokens that end an answer, so that they are no part of it; some families use the last ones inside of it.
 ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<EOS>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
     *("<end_of_turn>", "<SPECIAL_12>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<turn|>"),
-    *(
-        "<seed:eos>",
-        "<end_of_sentence>",
-        "[e~[",
-        "</assistant>",
-        "<sep>",
-        "<｜hy_eos:opensource｜>",
-        "<|eot|>",
-    ),
-    *("<|user_end|>", "<|role_end|>", "<|START_OF_TURN_TOKEN|>", "<|end_of_msg|>", "<|tool_response>"),
+    *("<seed:eos>", "<end_of_sentence>", "[e~[", "</assistant>", "<sep>", "<｜hy_eos:opensource｜>"),
+    *("<|eot|>", "<|user_end|>", "<|role_end|>", "<|START_OF_TURN_TOKEN|>", "<|end_of_msg|>"),
+    "<|tool_response>",
 )
 LAST_ENDS = ("<|end|>", "<|message_sep|>")
 _END = re.compile("|".join(map(re.escape, ENDS)))
 _LAST_END = re.compile(rf"({'|'.join(map(re.escape, LAST_ENDS))})\s*\Z")
+
+
+class Parts(NamedTuple):
+    """An answer, taken apart."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -218,14 +214,9 @@ def _write_turn(family: Family, history: Sequence[Message], message: Message) ->
     return Turn(written, thinking, _wanted(message, written))
 
 
-def _count_shared(first: str, second: str) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
 def _turn_start(prompt: str, whole: str) -> int:
     """Where the turn starts: the prompt may go on in a way that this turn does not. Not inside a tag."""
-    shared = _count_shared(prompt, whole)
+    shared = count_common(prompt, whole)
     tag = whole.rfind("<", 0, shared)
     return tag if shared < len(prompt) and tag >= 0 and ">" not in whole[tag:shared] else shared
 
@@ -242,11 +233,8 @@ def _wanted(message: Message, written: str) -> Parts:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         if call["function"]["name"] in written:
             calls.append((call["function"]["name"], parsed))
-    return (
-        reasoning if reasoning.strip() in written else "",
-        content if content.strip() in written else "",
-        calls,
-    )
+    reasoning, content = (text if text.strip() in written else "" for text in (reasoning, content))
+    return Parts(reasoning, content, tuple(calls))
 
 
 def read_turn(family: Family, turn: Turn, rng: random.Random, *, single: bool = False) -> Parts:
@@ -261,18 +249,26 @@ def read_turn(family: Family, turn: Turn, rng: random.Random, *, single: bool = 
     return collect([*events, *parser.finish()])
 
 
-def collect(events: Sequence[Any]) -> Parts:
-    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
-    text = "".join(event.text for event in events if isinstance(event, ContentText))
-    starts = [event for event in events if isinstance(event, ToolCallStart)]
-    calls: list[tuple[str, Any]] = []
-    for start in starts:
-        pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == start.index]
-        try:
-            calls.append((start.name, json.loads("".join(pieces))))
-        except ValueError:
-            calls.append((start.name, "".join(pieces)))
-    return reasoning, text, calls
+def collect(events: Sequence[OutputEvent]) -> Parts:
+    """The events put together; arguments are parsed where they can be."""
+    reasoning = text = ""
+    calls: list[list[Any]] = []
+    for event in events:
+        match event:
+            case ReasoningText(piece):
+                reasoning += piece
+            case ContentText(piece):
+                text += piece
+            case ToolCallStart(index, name):
+                assert index == len(calls), "calls are numbered in their order"
+                calls.append([name, ""])
+            case ToolCallArguments(index, piece):
+                assert index == len(calls) - 1, "arguments belong to the last call"
+                calls[index][1] += piece
+    for call in calls:
+        with contextlib.suppress(ValueError):
+            call[1] = json.loads(call[1])
+    return Parts(reasoning, text, tuple((name, arguments) for name, arguments in calls))
 
 
 def check_turns(family: Family, seed: int, count: int) -> tuple[int, list[str]]:

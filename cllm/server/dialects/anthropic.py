@@ -24,7 +24,7 @@ from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
 from cllm.server.generation import GenerationBody
 from cllm.server.submit import make_request, use_engine
-from cllm.text.argument_values import parse_object
+from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
 

@@ -387,8 +387,9 @@ def _delete(name: str) -> None:
     if (reference := parse_hub(name)) is not None:
         model = find_stored(reference)
     else:
-        stored = {key.lower(): each for each in scan() for key in (each.name, each.stem, each.path.name)}
-        model = stored.get(name.lower())
+        wanted = name.lower()
+        names = ((each, (each.name, each.stem, each.path.name)) for each in scan())
+        model = next((each for each, known in names if wanted in map(str.lower, known)), None)
     if model is None:
         raise ModelNotFound(f"there is no model {name!r} on this machine")
     removal = plan_removal(model)

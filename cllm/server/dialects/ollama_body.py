@@ -24,7 +24,7 @@ from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
 from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
 from cllm.server.generation import GenerationBody
-from cllm.text.argument_values import parse_object
+from cllm.text.call_parser import parse_object
 from cllm.text.prompt import Gap, RawText
 from cllm.types import Limits, ModelInfo
 

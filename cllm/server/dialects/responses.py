@@ -26,7 +26,7 @@ from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
 from cllm.server.submit import make_request, use_engine
-from cllm.text.argument_values import parse_object
+from cllm.text.call_parser import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -41,6 +42,9 @@ INFO = ModelInfo(
 )
 
 
+Kind = TypeVar("Kind", bound=Report)
+
+
 class FakeReplica:
     """The far end of a link: keeps what it was sent, and answers by hand."""
 
@@ -48,10 +52,7 @@ class FakeReplica:
         self._relay = relay
         self.sent: list[msgspec.Struct] = []
         self.slots = slots
-        self.remote: RemoteReplica = relay.join(name, self)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self.sent.append(message)
+        self.remote: RemoteReplica = relay.join(name, self.sent.append)
 
     def become_ready(self) -> None:
         limits = Limits(
@@ -122,14 +123,13 @@ class Gateway:
         reports = [report for report in self.reports if isinstance(report, StepReport)]
         return [each for report in reports for each in report.outputs if each.request_id == name]
 
-    def last(self, kind: type[Report]) -> Report:
+    def last(self, kind: type[Kind]) -> Kind:
         return next(report for report in reversed(self.reports) if isinstance(report, kind))
 
 
 def test_limits_are_those_of_all_replicas_together() -> None:
     gateway = Gateway("a", "b")
     ready = gateway.last(Ready)
-    assert isinstance(ready, Ready)
     assert (ready.limits.sequences, ready.limits.cells, ready.limits.request_tokens) == (8, 2048, 256)
     assert ready.memory == {"kv": 20}
 
@@ -212,10 +212,10 @@ def test_engine_death_moves_requests_and_the_replica_comes_back() -> None:
     other, moved = gateway.find("r")
     assert other is not replica and moved.generated_prefix == (1,)
     ready = gateway.last(Ready)
-    assert isinstance(ready, Ready) and ready.limits.sequences == 4
+    assert ready.limits.sequences == 4
     replica.become_ready()
     ready = gateway.last(Ready)
-    assert isinstance(ready, Ready) and ready.limits.sequences == 8
+    assert ready.limits.sequences == 8
 
 
 def test_a_draining_replica_gets_nothing_new_and_blames_no_request() -> None:
@@ -244,7 +244,7 @@ def test_without_replicas_requests_wait_then_fail() -> None:
     (end,) = gateway.outputs("r")
     assert end.error is not None and end.error.code == EngineNotReady.code
     given_up = gateway.last(Unready)
-    assert isinstance(given_up, Unready) and given_up.given_up
+    assert given_up.given_up
 
 
 def test_what_a_draining_replica_computes_is_not_given_up() -> None:
@@ -256,12 +256,12 @@ def test_what_a_draining_replica_computes_is_not_given_up() -> None:
     gateway.relay.keep_limits()
     assert gateway.outputs("waits")[-1].error is not None and gateway.outputs("r") == []
     last = gateway.last(Unready)
-    assert isinstance(last, Unready) and not last.given_up
+    assert not last.given_up
     replica, request = gateway.find("r")
     replica.say(request, (1,), end=True)
     gateway.relay.keep_limits()
     last = gateway.last(Unready)
-    assert isinstance(last, Unready) and last.given_up
+    assert last.given_up
 
 
 def test_isolation_leaves_cancelled_requests_where_they_are() -> None:
@@ -334,7 +334,6 @@ def test_calls_are_answered_by_all_replicas_that_are_left() -> None:
     for replica in gateway.replicas:
         gateway.relay.receive(replica.remote, Inspection(7, empty))
     answer = gateway.last(Inspection)
-    assert isinstance(answer, Inspection)
     snapshot = answer.snapshot
     assert (answer.call_id, snapshot.sequences_total, snapshot.cells_used) == (7, 8, 6)
     assert snapshot.cached == {2: 64, 6: 64} and set(snapshot.waiting) == {"r"}
@@ -357,11 +356,11 @@ def test_saved_slots_are_refused() -> None:
     gateway = Gateway("a")
     gateway.relay.handle(UseSlot(4, "save", 0, "file"))
     answer = gateway.last(CacheDone)
-    assert isinstance(answer, CacheDone) and answer.failure is not None
+    assert answer.failure is not None
     assert answer.failure.code == "not_supported" and gateway.replicas[0].sent == []
 
 
 def test_gateways_share_replicas() -> None:
     gateway = Gateway("a", "b")
     gateway.replicas[0].report("gate", "other")
-    assert (gateway.relay._placer._gateway, gateway.relay._placer._gateways) == (0, 2)
+    assert (gateway.relay._placer.gateway, gateway.relay._placer.gateways) == (0, 2)

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from cllm.cluster.link import FromReplica, Link, ReplicaAddress
+from cllm.cluster.link import FromReplica, Link
 from cllm.cluster.placer import ReplicaReport, hash_blocks
 from cllm.cluster.replica import ReplicaLoad, ReplicaServer, ReplicaSettings
 from cllm.config import EngineConfig
 from cllm.messages import Died, Ready, StepReport, StepStats, Submit
 from cllm.testing import FakeVocabulary, say
 from cllm.types import FinishReason, Limits, Prompt, Request, RequestOutput, SamplingParams
+from tests.driver.cluster import FolderDirectory
 
 LIMIT_S = 30.0
 
 
-class NoDirectory:
-    def put(self, model: str, address: ReplicaAddress) -> None:
-        self.address = address
-
-    def remove(self, model: str, replica: str) -> None:
-        pass
-
-    def list(self, model: str) -> list[ReplicaAddress]:
-        return []
-
-
 @pytest.fixture
-def server() -> Iterator[ReplicaServer]:
+def server(tmp_path: Path) -> Iterator[ReplicaServer]:
     engine = EngineConfig(model="5", parallel=8, ctx_size=8192, draft_tokens=0)
     settings = ReplicaSettings(name="scripted", engine=engine, module="cllm.testing", drain_s=1.0)
-    server = ReplicaServer(settings, engine, "127.0.0.1", NoDirectory())
+    server = ReplicaServer(settings, engine, "127.0.0.1", FolderDirectory(str(tmp_path)))
     server.start()
     yield server
     server.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, Slot, Tool
-from cllm.text.declared_formats import DECLARED
+from cllm.text.chat_format import DECLARED, GENERIC, CallFormat, CallStyle, ChatFormat, Slot, Tool
 
 NATIVE: dict[str, Any] = {"takes_tools": True, "writes_calls": True}
 HERMES_CALLS = CallFormat(opening="<tool_call>\n", closing="\n</tool_call>", before="\n")

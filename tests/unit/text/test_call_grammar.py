@@ -10,21 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
-from cllm.testing import END_TOKEN, FakeVocabulary
+from cllm.testing import FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
-from cllm.text.chat_format import CallStyle, ChatFormat, Tool, WrittenCall, write_calls
-from cllm.text.declared_formats import DECLARED
+from cllm.text.chat_format import DECLARED, CallStyle, ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import OutputParser
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintSpec, FinishReason
-from tests.driver.masks import get_mask
+from tests.driver.masks import takes_text
+from tests.driver.turns import Parts, collect
 from tests.profiles import examples
 from tests.unit.text.formats import FORMATS
-from tests.unit.text.test_output_parser import Parts, events_of, joined
+from tests.unit.text.test_output_parser import each_format, events_of
 from tests.unit.text.test_structured_output import answer, text
 
 COMPILER, MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
-each_format = pytest.mark.parametrize("chat_format", FORMATS.values(), ids=FORMATS.keys())
 PLACE = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -59,12 +58,7 @@ def grammar(chat_format: ChatFormat, tools: list[Tool], *, parallel: bool = True
 
 def takes(spec: ConstraintSpec, written: str) -> bool:
     """True when the grammar lets this be written and may end after it."""
-    constraint = COMPILER.compile(spec)
-    for token in written.encode():
-        if constraint.complete or not get_mask(MASKS, constraint)[token]:
-            return False
-        constraint.accept(token)
-    return constraint.complete or bool(get_mask(MASKS, constraint)[END_TOKEN])
+    return takes_text(MASKS, COMPILER.compile(spec), written)
 
 
 def spell(chat_format: ChatFormat, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -102,7 +96,7 @@ def test_whatever_the_model_wants_its_calls_parse_and_fit(
     tools = [WEATHER] if single else [WEATHER, NOTHING]
     (outputs,) = answer(grammar(chat_format, tools, parallel=parallel), seed=seed, max_tokens=700)
     reader = OutputParser(chat_format, tools, forced=True, parallel=parallel)
-    parts = joined(events_of(reader, [output.text for output in outputs]))
+    parts = collect(events_of(reader, [output.text for output in outputs]))
     assert parts.calls and (len(parts.calls) == 1 or parallel), text(outputs)
     calls = parts.calls
     if outputs[-1].finish_reason is FinishReason.STOP:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from cllm.text.chat_format import ChatFormat, Tool, WrittenCall, write_calls
 from cllm.text.output_parser import OutputParser
 from tests.driver.turns import collect, get_family
 from tests.unit.text.formats import FORMATS
+from tests.unit.text.test_output_parser import cut
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | TEXT
@@ -26,12 +26,6 @@ STYLES = st.fixed_dictionaries(
     {"ensure_ascii": st.booleans(), "indent": st.sampled_from([None, 0, 2])},
     optional={"separators": st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")])},
 )
-
-
-def cuts(data: st.DataObject, text: str) -> list[str]:
-    """The text in random pieces."""
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
-    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def read(reader: ObjectCallParser, pieces: list[str]) -> tuple[str, str]:
@@ -53,7 +47,7 @@ def test_a_call_is_read_as_a_parser_would(
     items = data.draw(st.permutations([(name_key, name), (arguments_key, arguments), *others.items()]))
     source = json.dumps(dict(items), **style)
     reader = ObjectCallParser()
-    found, left = read(reader, cuts(data, source + rest))
+    found, left = read(reader, cut(data, source + rest))
     assert reader.done and not reader.failed
     assert reader.name == name
     assert json.loads(found) == arguments
@@ -65,7 +59,7 @@ def test_arguments_alone_are_read_where_the_name_is_known(
     data: st.DataObject, arguments: dict[str, Any], style: dict[str, Any], rest: str
 ) -> None:
     reader = ObjectCallParser("known")
-    found, left = read(reader, cuts(data, json.dumps(arguments, **style) + rest))
+    found, left = read(reader, cut(data, json.dumps(arguments, **style) + rest))
     assert reader.done and json.loads(found) == arguments and left == rest
 
 
@@ -74,21 +68,8 @@ def test_arguments_written_as_a_string_of_json_are_unpacked(
     data: st.DataObject, arguments: dict[str, Any]
 ) -> None:
     source = json.dumps({"name": "f", "arguments": json.dumps(arguments)})
-    found, _ = read(ObjectCallParser(), cuts(data, source))
+    found, _ = read(ObjectCallParser(), cut(data, source))
     assert json.loads(found) == arguments
-
-
-@given(data=st.data(), text=st.text(st.sampled_from('{}[]",:\\ nametru1'), max_size=40))
-def test_pieces_never_matter(data: st.DataObject, text: str) -> None:
-    whole, pieces = ObjectCallParser(), ObjectCallParser()
-    assert read(whole, [text]) == read(pieces, cuts(data, text))
-    assert (whole.name, whole.done, whole.failed, whole.raw) == (
-        pieces.name,
-        pieces.done,
-        pieces.failed,
-        pieces.raw,
-    )
-    assert not (whole.done and whole.failed)
 
 
 def test_arguments_come_while_they_are_written_and_never_before_the_name() -> None:
@@ -116,22 +97,6 @@ def test_a_name_that_is_no_text_is_no_name() -> None:
     reader = ObjectCallParser()
     reader.feed('{"name": 1, "arguments": {}}')
     assert reader.done and reader.name is None
-
-
-def test_long_arguments_take_time_in_proportion() -> None:
-    def seconds(length: int) -> float:
-        source = json.dumps({"name": "f", "arguments": {"text": "x" * length}})
-        reader, found = ObjectCallParser(), []
-        started = time.process_time()
-        for begin in range(0, len(source), 4):
-            reader.feed(source[begin : begin + 4])
-            found.append(reader.take_arguments())
-        taken = time.process_time() - started
-        assert json.loads("".join(found)) == {"text": "x" * length}
-        return taken
-
-    short, long = min(seconds(20_000) for _ in range(3)), seconds(400_000)
-    assert long < 60 * short, "twenty times the text; four hundred times the work if it were quadratic"
 
 
 # Arguments in tags ------------------------------------------------------------------------------------

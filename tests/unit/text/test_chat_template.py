@@ -37,6 +37,12 @@ def render(source: str, **variables: object) -> str:
         ("{{ 'x' if tools is defined and tools else 'y' }}", "y"),
         ("{{- '  a  ' | trim -}}  {{ 'a-b'.split('-')[1] }}", "ab"),
         ("{% if true %}\n  kept\n{% endif %}\n", "  kept\n"),
+        ("{% for m in messages %}{% generation %}{{ loop.index }}{% endgeneration %}{% endfor %}", "1"),
+        ("{{ {'b': 'é<>&', 'a': [1]} | tojson }}", '{"b": "é<>&", "a": [1]}'),
+        ("{{ {'b': 'é'} | tojson(ensure_ascii=true) }}", '{"b": "\\u00e9"}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}'),
+        ("{{ {'a': [1, 2]} | tojson(separators=(',', ':')) }}{{ none | tojson }}", '{"a":[1,2]}null'),
+        ("{{ '<a & b>' }}", "<a & b>"),
     ],
 )
 def test_what_published_templates_do(source: str, expected: str) -> None:
@@ -71,6 +77,9 @@ def test_an_endless_template_is_stopped_by_the_clock() -> None:
         "{{ raise_exception('no') }}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "{% extends 'x' %}",
+        "fine\n{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[9].content.x }}",
         "x" * (MAX_ADDED + 1),
     ],
     ids=lambda source: source[:30],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,9 @@ def say(role: str, text: str | None = "", *calls: Message, **more: Any) -> Messa
     return {"role": role, "content": text, **({"tool_calls": list(calls)} if calls else {}), **more}
 
 
+user, assistant, system = (partial(say, role) for role in ("user", "assistant", "system"))
+
+
 def call(name: str, arguments: Any = "{}", call_id: str | None = "call_1") -> Message:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -94,9 +98,9 @@ def render(template: str, *messages: Message, tools: tuple[Tool, ...] = (), **op
 
 def test_what_a_template_takes_is_given_as_it_is() -> None:
     messages = [
-        *(say("system", "a"), say("system", "b"), say("assistant", "c"), say("user", "d"), say("user", "e")),
-        *(say("assistant", "f", call("look"), call("see", '{"x": 1}', "call_2")), say("system", "g")),
-        *(result("h"), result("i", "call_9"), say("assistant", ""), say("user", "j")),
+        *(system("a"), system("b"), assistant("c"), user("d"), user("e")),
+        *(assistant("f", call("look"), call("see", '{"x": 1}', "call_2")), system("g")),
+        *(result("h"), result("i", "call_9"), assistant(""), user("j")),
     ]
     assert render(LOOSE, *messages) == (
         "<system>a<system>b<assistant>c<user>d<user>e"
@@ -108,56 +112,39 @@ def test_what_a_template_takes_is_given_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        ([say("system", "s"), say("system", "t"), say("user", "a")], "<system>s\n\nt<user>a"),
-        ([say("system", "s"), say("user", "a"), say("system", "t")], "<system>s<user>a\n\nt"),
+        ([system("s"), system("t"), user("a")], "<system>s\n\nt<user>a"),
+        ([system("s"), user("a"), system("t")], "<system>s<user>a\n\nt"),
+        ([user("a"), assistant("b"), system("t"), user("c")], "<user>a<assistant>b<user>t\n\nc"),
+        ([user("a"), user("b")], "<user>a\n\nb"),
+        ([user("a"), assistant("b"), assistant("c"), user("d")], "<user>a<assistant>b\n\nc<user>d"),
+        ([assistant("a"), user("b")], "<user><assistant>a<user>b"),
+        ([system("s")], "<system>s<user>"),
+        ([user("a"), assistant(), user("b")], "<user>a\n\nb"),
+        ([user("a"), result("r"), user("b")], "<user>a\n\nResult of tool: r\n\nb"),
         (
-            [say("user", "a"), say("assistant", "b"), say("system", "t"), say("user", "c")],
-            "<user>a<assistant>b<user>t\n\nc",
-        ),
-        ([say("user", "a"), say("user", "b")], "<user>a\n\nb"),
-        (
-            [say("user", "a"), say("assistant", "b"), say("assistant", "c"), say("user", "d")],
-            "<user>a<assistant>b\n\nc<user>d",
-        ),
-        ([say("assistant", "a"), say("user", "b")], "<user><assistant>a<user>b"),
-        ([say("system", "s")], "<system>s<user>"),
-        ([say("user", "a"), say("assistant"), say("user", "b")], "<user>a\n\nb"),
-        ([say("user", "a"), result("r"), say("user", "b")], "<user>a\n\nResult of tool: r\n\nb"),
-        (
-            [
-                say("user", "a"),
-                say("assistant", "", call("look")),
-                result("r"),
-                say("user", "b"),
-                say("system", "t"),
-            ],
+            [user("a"), assistant("", call("look")), result("r"), user("b"), system("t")],
             "<user>a<assistant>[look]<tool>r\n\nb\n\nt",
         ),
         (
-            [say("user", "a"), say("assistant", "", call("look")), say("user", "b"), result("r")],
+            [user("a"), assistant("", call("look")), user("b"), result("r")],
             "<user>a<assistant>[look]<tool>r\n\nb",
         ),
         (
-            [
-                say("user", "a"),
-                say("assistant", "b", call("f"), call("g", "{x", "2")),
-                result("r"),
-                result("q", "2"),
-            ],
+            [user("a"), assistant("b", call("f"), call("g", "{x", "2")), result("r"), result("q", "2")],
             "<user>a<assistant>b[f]<tool>r<assistant>[g arguments={x]<tool>q",
         ),
         (  # only the call that nothing answers is text
             [
-                *(say("user", "a"), say("assistant", "", call("f")), result("r")),
-                *(say("assistant", "b", call("g", "{}", "2")), say("user", "c")),
+                user("a"),
+                assistant("", call("f")),
+                result("r"),
+                assistant("b", call("g", "{}", "2")),
+                user("c"),
             ],
             '<user>a<assistant>[f]<tool>r<assistant>b\n{"name": "g", "arguments": {}}<user>c',
         ),
         (
-            [
-                *(say("user", "a"), say("assistant", "", call("f"), call("g", "{}", "2"))),
-                *(result("r"), say("user", "c")),
-            ],
+            [user("a"), assistant("", call("f"), call("g", "{}", "2")), result("r"), user("c")],
             '<user>a<assistant>[f]<tool>r<assistant>{"name": "g", "arguments": {}}<user>c',
         ),
     ],
@@ -167,12 +154,12 @@ def test_what_a_strict_template_gets(messages: list[Message], expected: str) -> 
 
 
 def test_a_template_that_forgets_a_system_text_gets_it_in_the_users_message() -> None:
-    talk = [say("system", "s"), say("user", "a"), say("assistant", "b"), say("system", "t"), say("user", "c")]
+    talk = [system("s"), user("a"), assistant("b"), system("t"), user("c")]
     assert render(LAST_ONE, *talk) == "<system>s<user>a<assistant>b<user>t\n\nc<assistant>"
 
 
 def test_tools_in_words_where_the_template_takes_none() -> None:
-    asked = [say("user", "a"), say("assistant", "b", call("look", '{"x": 1}')), result("r"), say("user", "c")]
+    asked = [user("a"), assistant("b", call("look", '{"x": 1}')), result("r"), user("c")]
     text = render(NO_SYSTEM, *asked, tools=(TOOL,))
     assert (
         text.startswith("<user>You can call these tools") and '\n{"name": "look", "description": ""' in text
@@ -184,7 +171,7 @@ def test_tools_in_words_where_the_template_takes_none() -> None:
 
 def test_a_template_that_cannot_do_without_a_list_of_tools() -> None:
     template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
-    assert render(template, say("user", "a")) == "a"
+    assert render(template, user("a")) == "a"
 
 
 # Preparation ------------------------------------------------------------------------------------------
@@ -198,7 +185,7 @@ def test_calls_are_taken_as_they_come() -> None:
         call("i", "[1]", "x" * 999),
     ]
     asked, first, second, last = prepare(
-        [say("assistant", None, *calls), result("r", None), result("q", None), result("s", "x" * 999)]
+        [assistant(None, *calls), result("r", None), result("q", None), result("s", "x" * 999)]
     )
     called = [(one["id"], one["function"]["arguments"]) for one in asked["tool_calls"]]
     assert called == [("call00000", {"a": 1}), ("call00001", {"b": 2}), ("call_1", {}), ("x" * 999, "[1]")]
@@ -214,19 +201,14 @@ def test_only_the_assistant_calls() -> None:
 
 
 def test_reasoning_goes_by_every_name() -> None:
-    (message,) = prepare([say("assistant", "a", reasoning_content="hm")])
+    (message,) = prepare([assistant("a", reasoning_content="hm")])
     assert [message[name] for name in REASONING_FIELDS] == ["hm"] * len(REASONING_FIELDS)
-    (quiet,) = prepare([say("assistant", "a", reasoning_content="", thinking=None)])
-    assert quiet == say("assistant", "a")
+    (quiet,) = prepare([assistant("a", reasoning_content="", thinking=None)])
+    assert quiet == assistant("a")
 
 
 def test_what_was_sent_is_not_changed() -> None:
-    messages = [
-        say("user", "a"),
-        say("assistant", None, call("f"), call("g", "{", "2")),
-        result("r"),
-        say("user", "b"),
-    ]
+    messages = [user("a"), assistant(None, call("f"), call("g", "{", "2")), result("r"), user("b")]
     before = json.dumps(messages)
     for template in (LOOSE, STRICT, NO_SYSTEM):
         render(template, *messages, tools=(TOOL,))
@@ -304,11 +286,11 @@ BUILDERS = {
 def test_templates_are_given_what_llama_cpp_gives() -> None:
     dates = "{{ date_string == strftime_now('%d %b %Y') }} {{ datetime == strftime_now('%b %d %Y') }}"
     template = "{{ enable_thinking }} {{ documents is none }} {{ tools is none }} [{{ functions }}] " + dates
-    assert render(template, say("user", "a")) == "True True True [] True True"
-    changed = render(template, say("user", "a"), enable_thinking=False, date_string="now", documents=[1])
+    assert render(template, user("a")) == "True True True [] True True"
+    changed = render(template, user("a"), enable_thinking=False, date_string="now", documents=[1])
     assert changed == "False False True [] False True"
     counted = "<tool_call>{{ tools | length }}{{ functions }}"
-    assert render(counted, say("user", "a"), tools=(TOOL,)).startswith("<tool_call>1[\n  {")
+    assert render(counted, user("a"), tools=(TOOL,)).startswith("<tool_call>1[\n  {")
 
 
 SWITCHES = (
@@ -329,7 +311,7 @@ SWITCHES = (
     ],
 )
 def test_the_switch_of_the_reasoning_has_many_names(options: dict[str, Any], expected: str) -> None:
-    assert render(SWITCHES, say("user", ""), **options) == expected
+    assert render(SWITCHES, user(""), **options) == expected
 
 
 KNOWN = (
@@ -349,7 +331,7 @@ KNOWN = (
     ],
 )
 def test_an_effort_that_the_template_refuses_is_replaced(source: str, effort: str, expected: str) -> None:
-    text = render(source + "{{ reasoning_effort }}", say("user", "a"), reasoning_effort=effort)
+    text = render(source + "{{ reasoning_effort }}", user("a"), reasoning_effort=effort)
     assert text == expected
 
 
@@ -357,4 +339,4 @@ def test_a_template_that_runs_too_long_is_not_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.02)
     endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="computes for more than"):
-        render(endless, say("user", "a"))
+        render(endless, user("a"))

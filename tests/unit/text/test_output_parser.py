@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,10 +16,10 @@ from cllm.text.output_parser import (
     ContentText,
     OutputEvent,
     OutputParser,
-    ReasoningText,
     ToolCallArguments,
     ToolCallStart,
 )
+from tests.driver.turns import Parts, collect
 from tests.profiles import examples
 from tests.unit.text.formats import FORMATS, TOOLS
 
@@ -27,42 +27,8 @@ NAMES = tuple(tool.name for tool in TOOLS)
 each_format = pytest.mark.parametrize("chat_format", FORMATS.values(), ids=FORMATS.keys())
 
 
-class Parts(NamedTuple):
-    """An answer, taken apart."""
-
-    reasoning: str = ""
-    text: str = ""
-    calls: tuple[tuple[str, Any], ...] = ()
-
-
 def events_of(reader: OutputParser, pieces: Sequence[str]) -> list[OutputEvent]:
     return [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
-
-
-def joined(events: Sequence[OutputEvent]) -> Parts:
-    """The events put together; arguments are parsed where they can be."""
-    reasoning = text = ""
-    calls: list[list[str]] = []
-    for event in events:
-        match event:
-            case ReasoningText(piece):
-                reasoning += piece
-            case ContentText(piece):
-                text += piece
-            case ToolCallStart(index, name):
-                assert index == len(calls), "calls are numbered in their order"
-                calls.append([name, ""])
-            case ToolCallArguments(index, piece):
-                assert index == len(calls) - 1, "arguments belong to the last call"
-                calls[index][1] += piece
-    return Parts(reasoning, text, tuple((name, _parsed(arguments)) for name, arguments in calls))
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def cut(data: st.DataObject, text: str) -> list[str]:
@@ -116,7 +82,7 @@ def test_the_parts_come_back(
         calls = calls[:1]
     parts = Parts(reasoning, text, tuple(calls))
     reader = OutputParser(chat_format, TOOLS)
-    assert joined(events_of(reader, cut(data, spelled(chat_format, parts)))) == parts
+    assert collect(events_of(reader, cut(data, spelled(chat_format, parts)))) == parts
 
 
 @settings(deadline=None)
@@ -125,9 +91,9 @@ def test_reasoning_that_the_prompt_opened_and_reasoning_that_stays_in_the_text(
     data: st.DataObject, reasoning: str, text: str
 ) -> None:
     answer = f"{reasoning}\n</think>\n\n{text}"
-    assert joined(events_of(OutputParser(thinking=True), cut(data, answer))) == Parts(reasoning, text)
+    assert collect(events_of(OutputParser(thinking=True), cut(data, answer))) == Parts(reasoning, text)
     plain = f"<think>{answer}"
-    assert joined(events_of(OutputParser(reasoning=False), cut(data, plain))) == Parts("", plain)
+    assert collect(events_of(OutputParser(reasoning=False), cut(data, plain))) == Parts("", plain)
 
 
 @each_format
@@ -136,7 +102,7 @@ def test_a_second_block_of_reasoning_is_reasoning_too(chat_format: ChatFormat) -
     if chat_format.text_openings:
         return  # there, text is marked as well
     answer = f"{opening}one{closing}\nSo.\n{opening}two{closing}\nThen {opening} is a tag."
-    parts = joined(events_of(OutputParser(chat_format), list(answer)))
+    parts = collect(events_of(OutputParser(chat_format), list(answer)))
     assert parts.reasoning == "onetwo"
     assert parts.text.split() == ["So.", "Then", opening, "is", "a", "tag."]
 
@@ -168,7 +134,7 @@ def test_pieces_never_matter(data: st.DataObject, soup: str, chat_format: ChatFo
             reasoning=bool(flags & 4),
             forced=bool(flags & 16) and bool(flags & 8),
         )
-        return joined(events_of(reader, pieces))
+        return collect(events_of(reader, pieces))
 
     whole = read([soup])
     assert read(cut(data, soup)) == whole
@@ -185,7 +151,7 @@ def test_what_is_too_far_away_does_not_depend_on_the_pieces(name: str, length: i
     for mark in ("look", chat_format.calls.opening[:24]):
         soup = written.replace(mark, mark + "x " * (length // 2), 1)
         readings = [
-            joined(events_of(OutputParser(chat_format, TOOLS), pieces))
+            collect(events_of(OutputParser(chat_format, TOOLS), pieces))
             for pieces in ([soup], list(soup), [soup[:100], soup[100:]])
         ]
         assert readings[0] == readings[1] == readings[2]
@@ -201,7 +167,7 @@ def test_what_is_too_far_away_does_not_depend_on_the_pieces(name: str, length: i
 @example(soup="<|python_tag|>", chat_format=FORMATS["llama"])
 @example(soup="</tool_call>\n<tool_call>", chat_format=FORMATS["hermes"])
 def test_an_answer_without_a_call_is_all_text(soup: str, chat_format: ChatFormat) -> None:
-    parts = joined(events_of(OutputParser(chat_format, TOOLS), list(soup)))
+    parts = collect(events_of(OutputParser(chat_format, TOOLS), list(soup)))
     if not parts.calls:
         assert parts.text == soup
 
@@ -215,7 +181,7 @@ def test_no_word_is_lost(fragments: list[str], chat_format: ChatFormat) -> None:
     words = [f"w{index}w" for index, fragment in enumerate(fragments) if fragment == "WORD"]
     names = iter(words)
     soup = "".join(next(names) if fragment == "WORD" else fragment for fragment in fragments)
-    parts = joined(events_of(OutputParser(chat_format, TOOLS), [soup]))
+    parts = collect(events_of(OutputParser(chat_format, TOOLS), [soup]))
     found = f"{parts.reasoning} {parts.text} {parts.calls}"
     assert [word for word in words if word not in found] == []
 
@@ -226,7 +192,7 @@ def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(chat_format: Chat
     answer = f" [ [{json.dumps({'name': 'look', key: {'n': 1}})}]]"
     reader = OutputParser(chat_format, TOOLS)
     wanted = (("look", {"n": 1}),) if chat_format.calls.bare else ()
-    assert joined(events_of(reader, list(answer))).calls == wanted
+    assert collect(events_of(reader, list(answer))).calls == wanted
 
 
 @each_format
@@ -234,7 +200,7 @@ def test_one_call_is_kept_where_only_one_is_wanted(chat_format: ChatFormat) -> N
     parts = Parts("", "", (("look", {"n": 1}), ("f_", {"n": 2}), ("f_", {"n": 3})))
     answer = spelled(chat_format, parts)
     for pieces in ([answer], list(answer)):
-        assert joined(events_of(OutputParser(chat_format, TOOLS, parallel=False), pieces)) == Parts(
+        assert collect(events_of(OutputParser(chat_format, TOOLS, parallel=False), pieces)) == Parts(
             "", "", parts.calls[:1]
         )
 
@@ -249,7 +215,7 @@ def test_a_forced_answer_has_no_call_twice(chat_format: ChatFormat) -> None:
     answer = spelled(chat_format, Parts("", "", calls))
     for pieces in ([answer], list(answer)):
         reader = OutputParser(chat_format, TOOLS, forced=True)
-        assert joined(events_of(reader, pieces)) == Parts("", "", (one, two, none))
+        assert collect(events_of(reader, pieces)) == Parts("", "", (one, two, none))
 
 
 @each_format
@@ -261,7 +227,7 @@ def test_a_call_that_a_limit_cuts_is_never_content(chat_format: ChatFormat) -> N
         for end in range(start, len(answer)):
             reader = OutputParser(chat_format, TOOLS, forced=forced)
             events = [event for piece in answer[:end] for event in reader.feed(piece)]
-            found = joined(events + reader.finish(cut=True))
+            found = collect(events + reader.finish(cut=True))
             assert found.text.strip() == parts.text, answer[:end]
             assert not found.calls or found.calls[0][0] == "look"
 
@@ -275,7 +241,7 @@ def test_blanks_are_kept_where_they_are_content() -> None:
         ("  Hm.\n ", "  Hm.\n "),
         (" \n", " \n"),
     ):
-        assert joined(events_of(OutputParser(FORMATS["hermes"], TOOLS), list(text))).text == wanted
+        assert collect(events_of(OutputParser(FORMATS["hermes"], TOOLS), list(text))).text == wanted
 
 
 @pytest.mark.parametrize("name", ["generic", "hermes", "coder", "python", "gemma", "harmony"])
@@ -339,16 +305,16 @@ def test_values_in_tags_follow_the_schema() -> None:
     }
     written = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, (_, text, _) in kinds.items())
     answer = f"<tool_call>\n<function=look>\n{written}</function>\n</tool_call>"
-    parts = joined(events_of(OutputParser(FORMATS["coder"], [Tool("look", "", schema)]), [answer]))
+    parts = collect(events_of(OutputParser(FORMATS["coder"], [Tool("look", "", schema)]), [answer]))
     assert parts.calls == (("look", {key: value for key, (_, _, value) in kinds.items()}),)
 
 
 def test_a_list_of_python_calls_is_read_where_calls_have_no_opening() -> None:
     answer = "[look(city='Bern', n=[1, None]), f_()]"
     for chat_format in (FORMATS["llama"], FORMATS["generic"]):
-        parts = joined(events_of(OutputParser(chat_format, TOOLS), list(answer)))
+        parts = collect(events_of(OutputParser(chat_format, TOOLS), list(answer)))
         assert parts == Parts("", "", (("look", {"city": "Bern", "n": [1, None]}), ("f_", {})))
-    assert joined(events_of(OutputParser(FORMATS["llama"], TOOLS), ["[other(1)]"])).text == "[other(1)]"
+    assert collect(events_of(OutputParser(FORMATS["llama"], TOOLS), ["[other(1)]"])).text == "[other(1)]"
 
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
@@ -363,9 +329,9 @@ def test_forced_calls_may_come_after_reasoning(chat_format: ChatFormat) -> None:
     parts = Parts("hm", "", (("look", {"n": 1}),))
     answer = spelled(chat_format, parts)
     for pieces in ([answer], list(answer)):
-        assert joined(events_of(OutputParser(chat_format, TOOLS, forced=True), pieces)) == parts
+        assert collect(events_of(OutputParser(chat_format, TOOLS, forced=True), pieces)) == parts
     opening = chat_format.reasoning_openings[0]
     inside = answer.partition(opening.removeprefix(chat_format.lead).strip())[2]
     if not chat_format.lead:
         reader = OutputParser(chat_format, TOOLS, forced=True, thinking=True)
-        assert joined(events_of(reader, list(inside))) == parts
+        assert collect(events_of(reader, list(inside))) == parts

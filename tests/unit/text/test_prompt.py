@@ -11,7 +11,7 @@ from cllm.messages import Prepare, Prepared
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder, RawText
-from cllm.types import Failure, Prompt
+from cllm.types import Prompt
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -102,11 +102,3 @@ def test_reasoning_between_other_markers(fields: Any, opened: bool, end: str, th
     chat = Chat(({"role": "user", "content": "?"},), **fields)
     tokens, inside = builder(WITH_REASONING).tokenize(chat, opened=opened)
     assert (bytes(tokens).decode(), inside) == (f"<user>?<assistant>{end}", thinking)
-
-
-@pytest.mark.parametrize(
-    "hostile", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
-)
-def test_a_template_cannot_walk_out_of_its_sandbox(hostile: str) -> None:
-    answer = TokenizerWorker(FakeVocabulary(), hostile).perform(Prepare((Chat(({"role": "user"},)),)))
-    assert isinstance(answer, Failure)
