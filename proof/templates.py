@@ -63,12 +63,12 @@ class Compared(ChatTemplate):
         self.different: list[str] = []
         self.last: dict[str, Any] = {}
 
-    def attempt(self, **variables: Any) -> str:
+    def render(self, /, **variables: Any) -> str:
         self.count += 1
         self.last = variables
         expected = self._theirs(**variables)
         try:
-            text = super().attempt(**variables)
+            text = super().render(**variables)
         except TemplateRefused as error:
             if not expected.startswith("refused"):
                 self.different.append(f"only cllm: {error}")

@@ -114,7 +114,7 @@ class Stopping:
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
         """Append sampled tokens, and those that are then forced, until something ends the answer."""
         if self.plain and len(sampled) == 1:  # the usual case, which a GPU waits for
-            if vocabulary.is_end(sampled[0]) and not self._request.sampling.ignore_eos:
+            if sampled[0] in vocabulary.ends and not self._request.sampling.ignore_eos:
                 return Appended((), None, FinishReason.STOP, 0)
             self._tokens.append(sampled[0])
             full = len(self._tokens) >= self.token_limit

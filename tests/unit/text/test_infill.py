@@ -22,7 +22,7 @@ class Taught(FakeVocabulary):
     """The fake vocabulary of a model that fills gaps."""
 
     def __init__(self, *, project: bool = True, begins: bool = False) -> None:
-        self._marks = InfillTokens(
+        self.infill = InfillTokens(
             prefix=PRE,
             suffix=SUF,
             middle=MID,
@@ -30,10 +30,6 @@ class Taught(FakeVocabulary):
             separator=SEP if project else None,
             begin=BOS if begins else None,
         )
-
-    @property
-    def infill(self) -> InfillTokens:
-        return self._marks
 
 
 def test_a_text_with_a_gap() -> None:
