@@ -33,14 +33,15 @@ REQUEST_PACKAGES = ("core", "frontend", "workers", "messages.py")
 NOT_RUNTIME = {"gguf.py", "memory.py", "probe.py", "fingerprint.py", "dry_load.py"}  # at start-up only
 # Bars of the tree as it is. They rise only in a commit that says for what.
 MAX_FILES = 170
-MAX_LINES = 40_000
-MAX_REQUEST_LINES = 13_400
+MAX_LINES = 38_500
+MAX_REQUEST_LINES = 13_000
 MAX_FUNCTION = 60
 MAX_LITERALS = 52
 MAX_TARGETS = 25  # of make
 MAX_FRAMES = 4  # Prepare, Prepared, Submit, StepReport
-MAX_ENTERED = 226
-MAX_TEST_LINES = 63_200
+MAX_ENTERED = 226  # functions, by one request
+MAX_MODULES = 84  # in the HTTP process: each API has its own
+MAX_TEST_LINES = 60_000
 PLAIN_NUMBERS = {-1, 0, 1, 2}
 FORBIDDEN = {
     "guess": r"guess",
@@ -346,7 +347,7 @@ def request_figures(root: Path) -> list[Figure]:
             longest = max(longest, (lengths.get((file, line), 1), f"{relative}:{line} {name}"))
     frames = [sum(each["sent"].count(CHATS + number) for each in processes) for number in range(ROUNDS)]
     return [
-        Figure.at_most("cllm modules in the HTTP process", len(modules), 70, modules),
+        Figure.at_most("cllm modules in the HTTP process", len(modules), MAX_MODULES, modules),
         Figure("… by `import cllm.server.app` alone", len(alone)),
         Figure("native or core modules there", len(native), "0", not native, native),
         Figure.at_most("functions entered by one request", len(functions), MAX_ENTERED, details),
