@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from tests.driver.http import refusal, unharmed
@@ -111,6 +113,21 @@ def test_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, where: str
         assert re.fullmatch(pattern if kind != "{0,1e9}" else "a*", text, re.DOTALL)
     elif kind != "many stars":
         assert re.fullmatch("[abc]*", text)
+
+
+@pytest.mark.failure_mode("hostile-schema")
+def test_recursion_that_ends_is_served(tiny: Server) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
+        "required": ["c"],
+        "additionalProperties": False,
+    }
+    data = get_data(constrained(tiny, 2.0, json_schema=tree, max_tokens=400, seed=3))
+    if data["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(data["text"]), tree)
+    else:
+        assert re.fullmatch(r'[{}\[\]",:c]*', data["text"])
 
 
 @pytest.mark.failure_mode("grammar-exhausted")
