@@ -108,8 +108,8 @@ class RequestQueue:
         elif limits is not None and tokens >= limits.request_tokens:
             raise ContextLengthExceeded(tokens, limits.request_tokens)
         assert request.id not in self.states, f"request {request.id} is here already"
-        now = time.monotonic()
         tenant = self.tenants.accounts.get(request.tenant) or self.tenants.open(request.tenant)
+        now = time.monotonic()
         if tenant.limited:
             tenant.check(request, now)
         if self.states:
