@@ -75,8 +75,8 @@ OPENAI = (
 
 
 def types_of(raw: str) -> Any:
-    """Of the metrics: names and types."""
-    return sorted(re.findall(r"^# TYPE (.*)$", raw, re.MULTILINE))
+    """Of the metrics: names and types; when a labelled one began is shown from its first request on."""
+    return sorted(re.findall(r"^# TYPE (?!\w+_created )(.*)$", raw, re.MULTILINE))
 
 
 def operations(raw: str) -> Any:
