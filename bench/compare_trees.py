@@ -4,7 +4,7 @@ Four comparisons, each interleaved (old new, new old, …); each figure is print
 - steps: the scheduler on the fake runner, one workload without drafts. Tokens, steps and ubatches must be
   equal, the Python CPU a step at most 1.05 times the old one.
 - work: both servers without drafts, one request after another. What each request decoded must be equal.
-- speed: both servers as they are, one at a time, started once in a pair for short forms of all workloads. The
+- speed: both servers as they are, started in each pair, in turn on short forms of all workloads. The
   median of the paired ratios of tokens/s must be at least 0.97 on each workload.
 - first: a script with `LLM()`, from its start to its first token: at most 1.5 s later, median of the pairs.
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ WORKLOADS = ("single", "distinct", "chat", "shared", "stall", "agents")
 # other workloads take that long in their quick form.
 SHORT: dict[str, dict[str, int]] = {
     "single": {"quick_count": 8},
-    "chat": {"quick_count": 10, "clients": 10, "turns": 2},
+    "chat": {"quick_count": 10, "clients": 10, "turns": 2, "output_tokens": 32},
+    "stall": {"output_tokens": 96},
     "agents": {"quick_count": 9, "clients": 9, "turns": 3, "prefix_tokens": 200, "prompt_tokens": 30}
     | {"output_tokens": 16},
 }
@@ -220,8 +221,7 @@ class SpeedComparison:
     def run(self, trees: Trees, rounds: int, rows: Rows) -> None:
         self.rates = {each.name: {tree.name: [] for tree in trees} for each in self.definitions}
         for number in range(rounds):
-            for tree in in_turn(trees, number):
-                self._measure(tree, number, rows)
+            self._measure(trees, number, rows)
             for name, rates in self.rates.items():
                 rows.pair(name, number, (rates["old"][-1], rates["new"][-1]), self._ratios(name))
         for name, rates in self.rates.items():
@@ -233,25 +233,32 @@ class SpeedComparison:
         rates = self.rates[name]
         return Spread.of(new / old for old, new in zip(rates["old"], rates["new"], strict=True))
 
-    def _measure(self, tree: Tree, number: int, rows: Rows) -> None:
-        """Tokens per second of each workload, on a fresh server."""
+    def _measure(self, trees: Trees, number: int, rows: Rows) -> None:
+        """Tokens per second of each workload, on fresh servers; one computes at a time."""
         flags = [flag for each in self.definitions for flag in each.cllm_flags]
-        with tree.serving(self.settings, *flags) as server:
-            for definition in self.definitions:
-                if definition.text not in self.tokens_per_word:
-                    self.tokens_per_word[definition.text] = measure_tokens_per_word(server, definition.text)
-            for definition in self.definitions:
-                scale = self.tokens_per_word[definition.text]
-                warm_up(server, definition, scale)
-                clients = clients_of(definition.conditions(quick=True)[-1])
-                plan = make_plan(definition, number, quick=True, clients=clients, tokens_per_word=scale)
-                load = run_load(server.address, server.peer.api, plan)
-                if load.errors:
-                    raise SetupError(f"{tree.path}, {definition.name}: {load.errors[0]}")
-                rate = load.tokens_per_second
-                self.rates[definition.name][tree.name].append(rate)
-                text = f"  {tree.name}, {definition.name}: {rate:.2f} tokens/s in {load.wall_s:.1f} s"
-                rows.note(text, what=definition.name, tree=tree.name, pair=number + 1, rate=rate)
+        with ExitStack() as stack:
+            servers = {tree: stack.enter_context(tree.serving(self.settings, *flags)) for tree in trees}
+            for turn, definition in enumerate(self.definitions, number):
+                for tree in in_turn(trees, turn):
+                    self._measure_one(definition, tree, servers[tree], number, rows)
+
+    def _measure_one(
+        self, definition: Definition, tree: Tree, server: RunningPeer, number: int, rows: Rows
+    ) -> None:
+        kind = definition.text
+        if kind not in self.tokens_per_word:
+            self.tokens_per_word[kind] = measure_tokens_per_word(server, kind)
+        scale = self.tokens_per_word[kind]
+        warm_up(server, definition, scale)
+        clients = clients_of(definition.conditions(quick=True)[-1])
+        plan = make_plan(definition, number, quick=True, clients=clients, tokens_per_word=scale)
+        load = run_load(server.address, server.peer.api, plan)
+        if load.errors:
+            raise SetupError(f"{tree.path}, {definition.name}: {load.errors[0]}")
+        rate = load.tokens_per_second
+        self.rates[definition.name][tree.name].append(rate)
+        text = f"  {tree.name}, {definition.name}: {rate:.2f} tokens/s in {load.wall_s:.1f} s"
+        rows.note(text, what=definition.name, tree=tree.name, pair=number + 1, rate=rate)
 
 
 def compare_first(trees: Trees, settings: ServerSettings, rounds: int, rows: Rows) -> None:
