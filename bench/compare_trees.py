@@ -39,13 +39,15 @@ from cllm.errors import SetupError
 
 MAX_CPU, MIN_SPEED, MAX_LATER_S = 1.05, 0.97, 1.5
 WORKLOADS = ("single", "distinct", "chat", "shared", "stall", "agents")
-# Fields of short forms, 10 to 20 s each where a prompt token takes 6 ms and a step of eight rows 60 ms. The
+# Fields of short forms, 5 to 15 s each where a prompt token takes 6 ms and a step of eight rows 60 ms. The
 # other workloads take that long in their quick form.
 SHORT: dict[str, dict[str, int]] = {
-    "single": {"quick_count": 8},
-    "chat": {"quick_count": 10, "clients": 10, "turns": 2, "output_tokens": 32},
-    "stall": {"output_tokens": 96},
-    "agents": {"quick_count": 9, "clients": 9, "turns": 3, "prefix_tokens": 200, "prompt_tokens": 30}
+    "single": {"quick_count": 5},
+    "distinct": {"quick_count": 12},
+    "chat": {"quick_count": 10, "clients": 10, "turns": 2, "output_tokens": 20},
+    "shared": {"quick_count": 12},
+    "stall": {"output_tokens": 64},
+    "agents": {"quick_count": 9, "clients": 9, "turns": 2, "prefix_tokens": 200, "prompt_tokens": 30}
     | {"output_tokens": 16},
 }
 WORK = ("prompt_tokens", "decoded_tokens", "steps", "ubatches", "cells")
