@@ -84,7 +84,9 @@ def locked(path: Path, report: Callable[[], object]) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise  # else the file system has no locks
+                    raise
+                yield  # the file system has no locks
+                return
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield
                 return

@@ -43,7 +43,7 @@ _FLAGS = """
 -np --parallel                      N_PARALLEL          1 +parallel
 -kvu --kv-unified / -no-kvu --no-kv-unified KV_UNIFIED  0 ?unified_kv
 -b --batch-size                     BATCH               1 +batch_size
--ub --ubatch-size                   UBATCH              1 =batch_tokens
+-ub --ubatch-size                   UBATCH              1 +batch_tokens
 -fa --flash-attn                    FLASH_ATTN          1 !flash
 --repack / -nr --no-repack          REPACK              0 ?extra_buffers
 -ctk --cache-type-k                 CACHE_TYPE_K        1 =cache_type_k
@@ -274,10 +274,10 @@ class Translation:
         """The arguments of `cllm serve`."""
         settings = self._share_context(dict(self.settings))
         if "batch_size" in settings:
-            batch, ubatch = settings.pop("batch_size"), int(settings.get("batch_tokens", UBATCH))
+            batch, ubatch = settings.pop("batch_size"), settings.get("batch_tokens", UBATCH)
             settings["batch_tokens"] = min(batch, ubatch)
-        if "api_key" in settings:
-            settings["api_key"] = ",".join(settings["api_key"])
+        if keys := settings.pop("api_key", None):  # an empty one leaves that of the environment in force
+            settings["api_key"] = ",".join(keys)
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
         if "cache_dir" in settings and "CLLM_CACHE_DISK_MB" not in variables:

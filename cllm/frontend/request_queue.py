@@ -219,7 +219,7 @@ class RequestQueue:
         if not self.states and not any(each.waiting or each.running for each in tenants.active):
             # All queues are empty: what a tenant had while it was alone is no debt.
             had = [each.virtual for each in tenants.accounts.values()]
-            tenants.virtual_time = max(tenants.virtual_time, *had)
+            tenants.virtual_time = max([tenants.virtual_time, *had])
 
     def requeue_after_crash(self) -> tuple[list[RequestState], list[RequestState]]:
         """Sort the requests that were in the engine: (lost, kept). The kept are back at the queue's head.

@@ -292,7 +292,7 @@ class ServedModel:
             self.move_to(before)
             raise
         self.move_to(Phase.SERVING)
-        self.error, self.loaded_at = None, time.time()
+        self.error, self.loaded_at, self.used_at = None, time.time(), time.monotonic()
 
     @property
     def rest_s(self) -> float:

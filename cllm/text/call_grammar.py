@@ -76,12 +76,17 @@ class _Grammar:
     def write(self, skipped: str, count: int, *, forced: bool) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
         form = self._form
-        calls = [(f"call_{number}", tool.name) for number, tool in enumerate(self._tools)]
-        for (rule, _), tool in zip(calls, self._tools, strict=True):
-            self._add(rule, self._call(rule, tool))
         if form.style is CallStyle.JSON:  # only there, no opening has a name
-            self._add("body", _any(rule for rule, _ in calls))
+            places = [f"/anyOf/{number}" for number in range(len(self._tools))]
+            if len(self._tools) == 1:
+                self._add("body", self._json(self._object(self._tools[0], ""), {}))
+            else:  # of several, those that nothing satisfies are left out
+                self._add("body", self._json({"anyOf": [*map(self._object, self._tools, places)]}, {}))
             calls = [("body", "")]
+        else:
+            calls = [(f"call_{number}", tool.name) for number, tool in enumerate(self._tools)]
+            for (rule, _), tool in zip(calls, self._tools, strict=True):
+                self._add(rule, self._call(rule, tool))
         blanks = f"({json.dumps(self._blanks)})?" if forced and self._blanks else ""
         section = self._text(form.section_opening.removeprefix(skipped))
         first = form.opening if form.section_opening else form.opening.removeprefix(skipped)
@@ -131,25 +136,23 @@ class _Grammar:
         style = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
         return f"%json {json.dumps({**schema, **definitions, 'x-guidance': style})}"
 
-    def _object(self, tool: Tool) -> str:
-        """A JSON object that holds name and arguments."""
+    def _object(self, tool: Tool, place: str) -> dict[str, Any]:
+        """The schema, at this place, of a JSON object that holds name and arguments."""
         properties: dict[str, Any] = {}
         for key, slot in self._form.keys:
             name = tool.name if key == Slot.NAME else key
             if slot == Slot.ARGUMENTS:
-                place = f"#/properties/{escape_name(name)}"
-                properties[name] = relocate(forbid_extra_arguments(tool.schema), place)
+                here = f"#{place}/properties/{escape_name(name)}"
+                properties[name] = relocate(forbid_extra_arguments(tool.schema), here)
             elif slot in _SLOTS:
                 properties[name] = {"type": "string", "pattern": f"^{_SLOTS[slot]}$"}
             else:
                 properties[name] = {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
         closed = {"required": list(properties), "additionalProperties": False}
-        return self._json({"type": "object", "properties": properties, **closed}, {})
+        return {"type": "object", "properties": properties, **closed}
 
     def _call(self, rule: str, tool: Tool) -> str:
         form = self._form
-        if form.style is CallStyle.JSON:
-            return self._object(tool)
         name = json.dumps(tool.name)
         if form.style is CallStyle.NAMED:
             self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema), {}))

@@ -508,9 +508,9 @@ def parse_gemma(text: str) -> Any:
     def quote(match: re.Match[str]) -> str:
         between, plain, before, name = match.groups()
         if name is not None:
-            return f"{before}{json.dumps(name)}:"
+            return f"{before}{json.dumps(name, ensure_ascii=False)}:"
         literal = parse_literal(plain) if between is None else between
-        return json.dumps(literal if isinstance(literal, str) else plain)
+        return json.dumps(literal if isinstance(literal, str) else plain, ensure_ascii=False)
 
     return parse_literal(_GEMMA_PART.sub(quote, text))
 

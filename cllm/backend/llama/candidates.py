@@ -194,7 +194,8 @@ class TopKPrefilter:
         self.gap = 0.0
         # Where logits are adjusted, it holds together with the adjusted tokens only.
         self.adjusts = bool(params.logit_bias) or params.looks_back
-        if not (params.greedy or params.mirostat or params.top_n_sigma >= 0):
+        # Adaptive-p learns from what is drawn: its chain must see each token that is accepted.
+        if not (params.greedy or params.mirostat or params.top_n_sigma >= 0 or params.adaptive_target >= 0):
             if params.temperature <= 0:
                 self.top_k = 1
             elif params.top_k > 0:

@@ -162,6 +162,11 @@ def test_variables_and_the_command_line_over_them(served: list[Config]) -> None:
     assert json.loads(config.server.defaults) == {"temperature": 0.5}
 
 
+def test_an_empty_key_leaves_that_of_the_environment_in_force(served: list[Config]) -> None:
+    config, _ = run(served, "--api-key ,", CLLM_API_KEY="secret")
+    assert config.server.api_key == "secret"
+
+
 def test_what_has_no_counterpart_is_named_once_and_its_value_skipped(served: list[Config]) -> None:
     words = "--lora a --port 99 --control-vector-layer-range 1 2 --mlock --numa x"
     config, said = run(served, words)
@@ -200,6 +205,7 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
         ("--slot-save-path /none", "folder"),
         ("-j [1]", "object"),
         ("--threads x", "threads"),
+        ("-b 512 -ub x", "-ub"),
     ],
 )
 def test_what_is_refused(served: list[Config], words: str, said: str) -> None:

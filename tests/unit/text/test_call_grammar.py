@@ -144,6 +144,13 @@ def test_parameters_that_cannot_be_honoured_are_refused(name: str) -> None:
         COMPILER.compile(grammar(FORMATS[name], [Tool("f", "", {"$ref": "#/$defs/nowhere"})]))
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama", "generic"])
+def test_a_tool_that_nothing_satisfies_leaves_the_others_theirs(name: str) -> None:
+    bad = Tool("bad", "", {"type": "object", "properties": {"x": False}, "required": ["x"]})
+    spec = grammar(FORMATS[name], [bad, WEATHER])
+    assert takes(spec, spell(FORMATS[name], ("weather", SUNNY)))
+
+
 @each_format
 def test_names_and_keys_that_need_care(chat_format: ChatFormat) -> None:
     by_name = chat_format.calls.style in (CallStyle.PYTHON, CallStyle.GEMMA, CallStyle.TAGGED)

@@ -134,6 +134,13 @@ def test_nested_tags_may_have_the_name_of_their_argument(size: int) -> None:
     )
 
 
+def test_gemmas_values_may_hold_python_and_any_character() -> None:
+    known = FORMATS["gemma"]
+    written = write_calls(known.calls, [WrittenCall("look", {"map": "HERE", "b": 1})])
+    text = written.replace('<|"|>HERE<|"|>', '{t:<|"|>😀<|"|>,y:True}')
+    assert read_arguments(known, {"map": {}, "b": {}}, text, 3) == {"map": {"t": "😀", "y": True}, "b": 1}
+
+
 def test_gemmas_values_may_hold_json() -> None:
     known = FORMATS["gemma"]
     written = write_calls(known.calls, [WrittenCall("look", {"map": "HERE", "b": 1})])
