@@ -44,7 +44,6 @@ class Endless:
             await self._answer(path, body, writer)
         self.running -= 1
         await writer.drain()
-        writer.close()
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -63,10 +62,25 @@ def _send(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
 
 
 def serve(handle: Callable[..., Coroutine[None, None, None]], api: Api, plan: Plan) -> LoadResult:
+    """A server that answers with `handle`, under a load; every connection is closed before it ends."""
+    answering: list[asyncio.Future[None]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.append(done := asyncio.get_running_loop().create_future())
+        try:
+            await handle(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            done.set_result(None)
+
     async def main() -> LoadResult:
-        async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
             address = Address(*listening.sockets[0].getsockname()[:2])
-            return await generate_load(address, api, plan, 20)
+            load = await generate_load(address, api, plan, 20)
+            await asyncio.wait_for(asyncio.gather(*answering), 20)
+            return load
 
     return asyncio.run(main())
 
@@ -145,21 +159,15 @@ def test_a_late_group_is_not_forgotten_when_the_others_fail() -> None:
 
 
 def test_an_answer_of_the_wrong_length_is_an_error_unless_the_peer_cannot_know() -> None:
-    group = GroupPlan("g", 1, (ask("p", tokens=8),))
+    plan = Plan("w", (GroupPlan("g", 1, (ask("p", tokens=8),)),))
 
-    async def main(exact: bool) -> LoadResult:
-        async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n')
-            await writer.drain()
-            writer.close()
+    async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n')
+        await writer.drain()
 
-        async with await asyncio.start_server(short, "127.0.0.1", 0) as listening:
-            address = Address(*listening.sockets[0].getsockname()[:2])
-            return await generate_load(address, OpenAIApi(exact=exact), Plan("w", (group,)), 20)
-
-    assert "1 tokens instead of 8" in asyncio.run(main(True)).errors[0]
-    assert asyncio.run(main(False)).errors == ()
+    assert "1 tokens instead of 8" in serve(short, OpenAIApi(exact=True), plan).errors[0]
+    assert serve(short, OpenAIApi(exact=False), plan).errors == ()
 
 
 TOKENS = 10
@@ -191,7 +199,6 @@ def load_from(pieces: list[bytes]) -> LoadResult:
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(0.0002)
-        writer.close()
 
     return serve(handle, CllmApi(), PLAN)
 
