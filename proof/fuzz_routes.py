@@ -71,6 +71,7 @@ def fuzz(
         command += ["--exclude-path", path]
     command += ["--include-path", route] if route else []
     command += ["--generation-database", "none", "--phases", phases, "--request-timeout", str(PATIENCE_S)]
+    command += ["--max-response-time", str(PATIENCE_S)]  # its own limit is 10 s: fifty prompts of one request
     return subprocess.run(
         [*command, "--no-color"],
         cwd=folder,
