@@ -96,7 +96,7 @@ class NodeProgram(Program):
     """A program of npm, in a folder of its own."""
 
     executable: ClassVar[str]
-    platform_package: ClassVar[str] = ""  # holds the binary; its newest version counts
+    platform_package: ClassVar[str] = ""  # holds the binary
 
     @property
     def path(self) -> str:
@@ -112,9 +112,14 @@ class NodeProgram(Program):
         run_quietly("npm", "install", *flags, f"{self.package}@{version}", cwd=self.folder)
 
     def _find_version(self) -> str:
-        """The newest with a binary for this platform, which may lag behind the package."""
+        """The newest that is there with its binary for this platform: either may lag behind the other."""
         arch = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-        return run_quietly("npm", "view", f"{self.platform_package}-{sys.platform}-{arch}", "version")
+        names = (self.package, f"{self.platform_package}-{sys.platform}-{arch}")
+        own, binary = (json.loads(run_quietly("npm", "view", name, "versions", "--json")) for name in names)
+        released = [version for version in own if version in binary and "-" not in version]
+        if not released:
+            raise SetupError(f"no version of {names[0]} has its {names[1]}")
+        return str(released[-1])
 
     def version(self) -> str:
         file = self.folder / "node_modules" / self.package / "package.json"
