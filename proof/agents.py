@@ -76,23 +76,20 @@ class Run:
             raise Failed(f"exit code {code}: {describe(self.exchanges[-1]) or self.output[-300:]}")
         return self.output
 
-    def read_chain(self, count: int, text: str) -> None:
-        """One task: each of so many files, which begin with `text`, makes the model read the next.
+    def read_files(self, count: int, text: str) -> None:
+        """One task: the model reads a file after another, all with that text, and answers.
 
-        What it makes the model say stands in the last message: a program that drops earlier ones keeps it.
+        Each name makes it answer, too: a program that drops messages keeps the names of the files in them.
         """
         answer = "That was the last file."
-        files = [self.home / "work" / f"part-{number}.txt" for number in range(count)]
-        steps = [*(self.program.change_file(file)[0] for file in files), self.program.finish(answer)]
-        for file, following in zip(files, steps[1:], strict=True):
-            file.write_text(f"{text}Answer={say(following)}\n")
-        if not shows(self.turn(f"Read all parts. Answer={say(steps[0])}", may_fail=True), answer):
-            raise Failed(f"no answer: {describe(self.exchanges[-1]) or self.output[-300:]}")
+        files = [self.home / "work" / f"part-{number} {say(answer)}" for number in range(count)]
+        for file in files:
+            file.write_text(text)
+        self.expect("Read all parts.", *(self.program.change_file(file)[0] for file in files), answer)
 
     def expect(self, prompt: str, *answers: str) -> None:
         """A turn whose script is `answers`; the last must be shown."""
-        script = say(*answers[:-1], self.program.finish(answers[-1]))
-        if not shows(self.turn(f"{prompt} Answer={script}"), answers[-1]):
+        if not shows(self.turn(f"{prompt} Answer={say(*answers)}"), answers[-1]):
             raise Failed(f"no answer: {describe(self.exchanges[-1]) or self.output[-300:]}")
 
 
@@ -212,7 +209,7 @@ def tool_loop(run: Run) -> str:
 
 def long_session(run: Run) -> str:
     if run.program.one_task:
-        run.read_chain(TURNS, "")
+        run.read_files(TURNS, "")
         run.exchanges = [[one] for one in run.exchanges[0]]
     else:
         for turn in range(TURNS):
@@ -229,37 +226,39 @@ def outgrown(run: Run) -> str:
 
     The user's messages fill the context, or a tool's results where a program keeps the user's own words.
     """
-    if run.program.one_task:
-        return outgrown_by_one_task(run)
     parts = PARTS if run.program.compacts else 1
     filling = f"{PADDING}\n" * (ROOM_TO_GROW // parts // len(PADDING))
+    if run.program.one_task:
+        run.read_files(2 * PARTS, filling)
+        return check_compacted(prompt_sizes(run.exchanges[-1]))
     file = run.home / "work" / "filling.txt"
     file.write_text(filling)
     sizes = [0]
     for turn in range(2 * PARTS):
         answer = f"This is answer {turn}."
         steps = run.program.change_file(file)[:1] if run.program.keeps_user_text else ()
-        prompt = f"{'' if steps else filling}Message {turn}. Answer={say(*steps, run.program.finish(answer))}"
+        prompt = f"{'' if steps else filling}Message {turn}. Answer={say(*steps, answer)}"
         shown = run.turn(prompt, may_fail=True)  # opencode compacts on a refusal, and exits with 1
         if not run.program.compacts and not shows(shown, answer):
             return check_refusal(run)
         if not shows(shown, answer):
             raise Failed(f"no answer: {describe(run.exchanges[-1]) or shown[-300:]}")
         sizes += prompt_sizes(run.exchanges[-1])
-        if sizes[-1] < max(sizes) - ROOM_TO_GROW // PARTS // 2:
-            return f"{max(sizes):,} → {sizes[-1]:,} bytes"
-    raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
+        if is_compacted(sizes):
+            break
+    return check_compacted(sizes)
 
 
-def outgrown_by_one_task(run: Run) -> str:
-    """Files of twice the room are read: some must have been dropped, a few at a time."""
-    filling = f"{PADDING}\n" * (ROOM_TO_GROW // PARTS // len(PADDING))
-    run.read_chain(2 * PARTS, filling)
-    sizes = prompt_sizes(run.exchanges[-1])
-    whole = sizes[0] + 2 * PARTS * len(filling)
-    if max(sizes) > whole - ROOM_TO_GROW:
+def is_compacted(sizes: Sequence[int]) -> bool:
+    """Whether the last prompt is smaller than the largest, by half of what a turn adds."""
+    return sizes[-1] < max(sizes) - ROOM_TO_GROW // PARTS // 2
+
+
+def check_compacted(sizes: Sequence[int]) -> str:
+    """The largest prompt and the last. Raises Failed unless that is smaller."""
+    if not is_compacted(sizes):
         raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
-    return f"{whole:,} → {max(sizes):,} bytes"
+    return f"{max(sizes):,} → {sizes[-1]:,} bytes"
 
 
 def check_refusal(run: Run) -> str:
@@ -411,11 +410,11 @@ def judge(arena: Arena, program: Program, names: Sequence[str], failures: list[s
     cells = {}
     for name in names:
         try:
-            cells[name] = f"passed, {arena.play(program, name)}"
+            cells[name] = outcome = f"passed, {arena.play(program, name)}"
         except (Failed, SetupError) as error:
-            cells[name] = "failed"
+            cells[name], outcome = "failed", f"failed: {error}"
             failures.append(f"{program.name}, {name}: {error}")
-        print(f"{program.name}, {name}: {cells[name]}", file=sys.stderr, flush=True)
+        print(f"{program.name}, {name}: {outcome}", file=sys.stderr, flush=True)
     return cells
 
 

@@ -71,10 +71,6 @@ class Program(ABC):
     def change_file(self, file: Path) -> Sequence[str]:
         """What the model says, turn by turn, to read a file and change BEFORE in it to AFTER."""
 
-    def finish(self, answer: str) -> str:
-        """How the model says its last words of a turn."""
-        return answer
-
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
         return {}
 
@@ -100,8 +96,7 @@ class NodeProgram(Program):
     """A program of npm, in a folder of its own."""
 
     executable: ClassVar[str]
-    platform_package: ClassVar[str] = ""  # holds the binary; its newest version counts
-    portable_version: ClassVar[str] = ""  # needs no binary
+    platform_package: ClassVar[str] = ""  # holds the binary
 
     @property
     def path(self) -> str:
@@ -117,14 +112,14 @@ class NodeProgram(Program):
         run_quietly("npm", "install", *flags, f"{self.package}@{version}", cwd=self.folder)
 
     def _find_version(self) -> str:
-        """The newest with a binary for this platform, which may lag behind the package."""
+        """The newest that is there with its binary for this platform: either may lag behind the other."""
         arch = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-        try:
-            return run_quietly("npm", "view", f"{self.platform_package}-{sys.platform}-{arch}", "version")
-        except SetupError:
-            if not self.portable_version:
-                raise
-            return self.portable_version
+        names = (self.package, f"{self.platform_package}-{sys.platform}-{arch}")
+        own, binary = (json.loads(run_quietly("npm", "view", name, "versions", "--json")) for name in names)
+        released = [version for version in own if version in binary and "-" not in version]
+        if not released:
+            raise SetupError(f"no version of {names[0]} has its {names[1]}")
+        return str(released[-1])
 
     def version(self) -> str:
         file = self.folder / "node_modules" / self.package / "package.json"
@@ -196,31 +191,24 @@ class OpenCode(NodeProgram):
 
 
 class Cline(NodeProgram):
-    """It writes tool calls as text of its own kind, and every turn ends with one."""
-
     name, package, executable = "Cline", "cline", "cline"
-    platform_package, portable_version = "@cline/cli", "2"
-    # --continue takes no prompt. --taskId sends one 0.1 s after it has begun to resume: here, it is lost.
-    one_task = True
+    platform_package = "@cline/cli"
+    one_task = True  # --id opens the terminal interface, and takes no prompt
 
     def configure(self, home: Path, url: str, context: int) -> None:
-        options = ("--provider", "openai", "--apikey", "none", "--modelid", MODEL, "--baseurl", f"{url}/v1")
+        options = ("--apikey", "none", "--modelid", MODEL, "--baseurl", f"{url}/v1")
         variables = base_environment(home, url) | dict(self.environment(home, url))
-        run_quietly(self.path, "auth", *options, env=variables)
+        run_quietly(self.path, "auth", "--provider", "openai-compatible", *options, env=variables)
 
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
-        return {"CLINE_DIR": str(home / ".cline"), "CLINE_NO_AUTO_UPDATE": "1"}
+        return {"CLINE_SESSION_BACKEND_MODE": "local"}  # no daemon, which would outlive the run
 
     def command(self, prompt: str, home: Path, url: str, *, later: bool) -> Sequence[str]:
-        return (self.path, "--yolo", "--json", prompt)
+        return (self.path, "--json", prompt)
 
     def change_file(self, file: Path) -> Sequence[str]:
-        read = f"<read_file>\n<path>{file}</path>\n</read_file>"
-        content = f"<content>\n{AFTER}</content>"
-        return read, f"<write_to_file>\n<path>{file}</path>\n{content}\n</write_to_file>"
-
-    def finish(self, answer: str) -> str:
-        return f"<attempt_completion>\n<result>\n{answer}\n</result>\n</attempt_completion>"
+        edit = {"path": str(file), "old_text": BEFORE.strip(), "new_text": AFTER.strip()}
+        return call_tool("read_files", {"files": [{"path": str(file)}]}), call_tool("editor", edit)
 
 
 class PythonProgram(Program):

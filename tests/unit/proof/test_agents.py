@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,9 +14,11 @@ from threading import Thread
 import httpx
 import pytest
 
+from cllm.errors import SetupError
 from cllm.testing import call_tool, say
-from proof.agents import Failed, find_later, measure_cached, run_group, shows
-from proof.shared.agent_programs import PROGRAMS
+from proof.agents import Arena, Failed, check_compacted, find_later, judge, measure_cached, run_group, shows
+from proof.shared import agent_programs
+from proof.shared.agent_programs import PROGRAMS, NodeProgram, Program
 from tests.driver.recorder import Exchange, PromptTokens, Recorder
 from tests.driver.server import alive, wait_for
 
@@ -78,6 +81,59 @@ def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
 
 def test_programs_are_installed_apart() -> None:
     assert len({program.folder for program in PROGRAMS}) == len(PROGRAMS)
+
+
+def test_the_newest_version_with_its_binary_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    versions = {"opencode-ai": ["1.2.9", "1.2.10", "1.3.0-beta"]}
+    binaries = ["1.2.9", "1.2.10", "1.2.11", "1.3.0-beta"]
+    installed: list[str] = []
+
+    def run(*command: str, cwd: Path | None = None) -> str:
+        if command[1] == "view":
+            return json.dumps(versions.get(command[2], binaries))
+        installed.append(command[-1])
+        return ""
+
+    monkeypatch.setattr(agent_programs, "run_quietly", run)
+    monkeypatch.setattr(agent_programs, "agents_folder", lambda: tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    (program,) = (one for one in PROGRAMS if isinstance(one, NodeProgram) and one.package == "opencode-ai")
+    program.install()
+    binaries[:] = ["1.2.9"]
+    program.install()
+    assert installed == ["opencode-ai@1.2.10", "opencode-ai@1.2.9"]
+    binaries[:] = ["0.1.0"]
+    with pytest.raises(SetupError, match="no version"):
+        program.install()
+
+
+def test_a_last_prompt_about_as_large_as_the_largest_is_not_compacted() -> None:
+    assert check_compacted([22_000, 66_000, 2_600, 41_000]) == "66,000 → 41,000 bytes"
+    with pytest.raises(Failed, match="66,000"):
+        check_compacted([22_000, 66_000, 65_000])
+
+
+def test_a_failure_is_printed_with_its_reason_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def play(arena: Arena, program: Program, name: str) -> str:
+        if name == "tools":
+            raise Failed("the file says 'alpha'")
+        return "3 bytes"
+
+    monkeypatch.setattr(Arena, "play", play)
+    failures: list[str] = []
+    with ExitStack() as stack:
+        cells = judge(Arena(tmp_path, 1.0, None, stack), PROGRAMS[0], ["text", "tools"], failures)
+    assert cells == {"text": "passed, 3 bytes", "tools": "failed"}
+    assert failures == ["Claude Code, tools: the file says 'alpha'"]
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "Claude Code, text: passed, 3 bytes",
+        "Claude Code, tools: failed: the file says 'alpha'",
+    ]
 
 
 class _Echo(BaseHTTPRequestHandler):
