@@ -7,10 +7,11 @@ counts. Three minutes with the embedded model on two cores.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from bench.command import make_parser, run_command
 from bench.costs import FOLDER, MachineCosts, split_shape
 from bench.footprint import name_processor
+from bench.peers import ServerSettings, embedded_model
 from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape
 from cllm.errors import SetupError
@@ -111,9 +113,9 @@ def fit(times: dict[StepShape, float]) -> StepCost:
 
 
 def record(
-    runner: ModelRunner, machine: str, instructions: str, source: str, repeats: int, clock: Clock
+    runner: ModelRunner, labels: Mapping[str, str], repeats: int = 3, clock: Clock = time.perf_counter
 ) -> tuple[MachineCosts, float]:
-    """Measure a runner; the costs, and how far the worst step is from what they say, relatively."""
+    """Measure a runner; the costs with these labels, and the relative error of the step that fits worst."""
     recorder = CostRecorder(runner, repeats, clock)
     times: dict[StepShape, float] = {}
     for shape, seconds in recorder.measure_steps():
@@ -121,10 +123,7 @@ def record(
     step, (rate, state_bytes) = fit(times), recorder.measure_transfers()
     copy_s = runner.stream_copy_s
     costs = MachineCosts(
-        machine=machine,
-        instructions=instructions,
-        model=runner.info.description,
-        source=source,
+        **labels,
         ubatch_ms=round(1e3 * step.ubatch, 3),
         prefill_token_ms=round(1e3 * step.prefill_token, 4),
         row_ms=round(1e3 * step.row, 3),
@@ -147,19 +146,24 @@ def find_instructions() -> str:
 
 
 def run(name: str, model: Path | None, threads: int, repeats: int, remark: str) -> int:
-    from bench.peers import embedded_model
     from cllm.backend.llama.memory import prepare
     from cllm.backend.llama.runner import LlamaRunner
     from cllm.config import EngineConfig
 
     slots, cells = max(ROWS), CONTEXTS[-1] + 4 * TILE
+    settings = ServerSettings(model or embedded_model(), slots, slots * cells, threads)
     config = EngineConfig(
-        model=str(model or embedded_model()), threads=threads, parallel=slots, ctx_size=slots * cells
+        model=str(settings.model), threads=threads, parallel=slots, ctx_size=settings.ctx_size
     )
+    source = f"recorded on {time.strftime('%Y-%m-%d')} at a load average of {os.getloadavg()[0]:.1f}"
+    labels = {
+        "machine": f"{name_processor()}, {settings.thread_count} threads",
+        "instructions": find_instructions(),
+        "model": Path(config.model).name,
+        "source": ", ".join(filter(None, (source, remark))),
+    }
     runner = LlamaRunner(prepare(config))
-    source = ", ".join(filter(None, (f"recorded on {time.strftime('%Y-%m-%d')}", remark)))
-    machine = f"{name_processor()}, {config.threads or 'all'} threads"
-    costs, error = record(runner, machine, find_instructions(), source, repeats, time.perf_counter)
+    costs, error = record(runner, labels, repeats)
     runner.close()
     path = FOLDER / f"{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n")

@@ -67,7 +67,8 @@ def test_a_recording_finds_the_costs_of_its_runner(name: str) -> None:
     known, clock = read_costs()[name], SimulatedClock()
     slots, cells = max(ROWS), CONTEXTS[-1] + 256
     runner = SimulatedRunner(known, clock, slots=slots, cells=slots * cells)
-    found, error = record(runner, known.machine, known.instructions, "recorded", 1, clock.perf_counter)
+    labels = {"machine": "m", "instructions": "i", "model": "m", "source": "recorded"}
+    found, error = record(runner, labels, 1, clock.perf_counter)
     assert found.step == pytest.approx(known.step, rel=0.05) and error < 0.02
     assert (found.transfer_gb_s, found.state_bytes) == pytest.approx((known.transfer_gb_s, known.state_bytes))
     assert msgspec.json.decode(msgspec.json.encode(found), type=MachineCosts) == found
