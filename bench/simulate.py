@@ -45,7 +45,7 @@ Turns = list[tuple[int, int]]
 """The new tokens of each turn, and those of its answer."""
 
 CHUNKS = (16, 64, 128, 256, 512)
-GPU_CHUNKS = (64, 128, 256, 512, 1024)
+GPU_CHUNKS = (128, 256, 512, 1024, 2048)
 WARM_UP = (32, 8)  # tokens of a prompt and its answer
 CLIENT_S = 0.03  # from the end of an answer to the next turn's arrival
 # Fields of miniatures: as many users, fewer tokens.
