@@ -23,7 +23,7 @@ def bench_command(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="A server to compare with, again for more: llama-server=PATH, URL, "
+            help="A server to compare with, again for more: 'llama-server=PATH [FLAGS]', URL, "
             "NAME=URL or 'none'; without it, the llama-server built beside the library"
         ),
     ] = None,
@@ -33,6 +33,12 @@ def bench_command(
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of every server; 0: one per core")] = 0,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Sample at this instead of the workload's own; mostly greedy")
+    ] = None,
+    cllm_flag: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="More flags of `cllm serve`, again for more; drafts off: --cllm-flag=--draft-tokens=0"
+        ),
     ] = None,
     plain_library: Annotated[
         Path | None, typer.Option(help="Folder of another build of the library, for the bar on it in `long`")
@@ -57,6 +63,7 @@ def bench_command(
         quick=quick,
         out=out,
         threads=threads,
+        cllm_flags=tuple(cllm_flag or ()),
         llama_bench=bench if bench is not None and bench.is_file() else None,
         plain_library=plain_library,
         logs=logs,

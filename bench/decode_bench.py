@@ -146,7 +146,7 @@ def find_references(
 
 
 def _middle(length: Length) -> int:
-    return length if isinstance(length, int) else sum(length) // 2
+    return length if isinstance(length, int) else sum(length) // len(length)
 
 
 def main(model: str, threads: str, sequences: str, cells: str) -> None:

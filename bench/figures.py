@@ -179,6 +179,19 @@ def decode_rate(loads: Sequence[LoadResult]) -> float:
     )
 
 
+def streams_rate(loads: Sequence[LoadResult]) -> float:
+    """Tokens per second of those that were there before a late request, until the last of them ended."""
+    streams = [[each for each in load.answered if not each.late] for load in loads]
+    return _mean(
+        [
+            sum(each.generated_tokens for each in early)
+            / (max(each.started_s + each.total_s for each in early) - min(each.started_s for each in early))
+            for early in streams
+            if early
+        ]
+    )
+
+
 def first_token_growth(loads: Sequence[LoadResult]) -> float:
     """Median first-token time of the last requests over that of the first, all loads pooled."""
     times = [
@@ -275,6 +288,7 @@ FIGURES: Mapping[str, Figure] = {
     "total_p50_s": Figure("request p50, ms", lambda loads: percentile(_totals(loads), 50), 1e3, 0),
     "total_p99_s": Figure("request p99, ms", lambda loads: percentile(_totals(loads), 99), 1e3, 0),
     "stall_gap_s": Figure("worst gap while the late prompt is read, ms", stall_gap, 1e3, 0),
+    "streams_tokens_per_second": Figure("tokens/s of the streams", streams_rate, more_is_better=True),
     "late_first_token_s": Figure(
         "late prompt's first token, ms", lambda loads: percentile(first_tokens(loads, late=True), 50), 1e3, 0
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -91,8 +92,10 @@ def cllm_peer(
     return Peer(CLLM, tuple(arguments), api or CllmApi(), "/ready", CLLM, environment=environment)
 
 
-def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool = False) -> Peer:
-    """llama.cpp's server with the same threads, sequences and context; all else as it is without options.
+def llama_server_peer(
+    settings: ServerSettings, executable: Path, unified: bool = False, more: Sequence[str] = ()
+) -> Peer:
+    """llama.cpp's server with the same threads, sequences and context; all else by default, or by `more`.
 
     Its RAM prompt cache is off where no prompt comes again: it would be filled for nothing, which takes time.
     """
@@ -112,8 +115,9 @@ def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool 
         options["--device"] = "CUDA0" if "cuda" in Path(module).name else "Vulkan0"
     layout = "unified" if unified else "split"
     flags = ["--kv-unified" if unified else "--no-kv-unified", "--no-webui", "--no-slots", "--offline"]
-    command = (str(executable), *_flat(options), *flags)
-    return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIApi(), "/health", LLAMA_SERVER)
+    command = (str(executable), *_flat(options), *flags, *more)
+    name = " ".join((LLAMA_SERVER, layout, *more))
+    return Peer(name, command, OpenAIApi(), "/health", LLAMA_SERVER)
 
 
 def url_peer(url: str, name: str = "", model: str = "") -> Peer:
@@ -129,14 +133,15 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
-    """`llama-server=PATH`, `URL`, `NAME=URL`, or a path."""
+    """`llama-server=PATH`, which flags of it may follow, `URL`, `NAME=URL`, or a path."""
     name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     if "://" in value:
         return [url_peer(value, name)]
     if name not in ("", LLAMA_SERVER):
         raise SetupError(f"no kind of peer {name!r}: give {LLAMA_SERVER}=PATH or a URL")
     layouts = (False, True) if both_layouts else (False,)
-    return [llama_server_peer(settings, Path(value), unified) for unified in layouts]
+    path, *more = [value] if Path(value).is_file() else shlex.split(value) or [value]
+    return [llama_server_peer(settings, Path(path), unified, more) for unified in layouts]
 
 
 def _served_model(address: Address) -> str:

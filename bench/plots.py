@@ -100,14 +100,14 @@ def _sheets() -> tuple[_Sheet, ...]:
             "first-token",
             "First-token time: the part of all requests that had theirs by then, all rounds",
             _first_token,
-            ("distinct", "single", "shared", "chat"),
+            ("real", "agents", "chat", "burst", "shared"),
         ),
         _Sheet(
             "gaps",
             "Gaps between pieces of text over the time of the last round; in stall, before and after the "
             "arrival of the long prompt",
             _gaps,
-            ("distinct", "shared", "stall", "long"),
+            ("real", "agents", "stall", "long"),
             legend_scale=2.5,
         ),
         _Sheet(

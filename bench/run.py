@@ -69,6 +69,7 @@ class Options:
     quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
     out: Path | None = None  # folder for REPORT.md, report.json and plots/
     threads: int = 0  # of every server; 0: one per core
+    cllm_flags: tuple[str, ...] = ()  # more flags of `cllm serve`
     llama_bench: Path | None = None
     plain_library: Path | None = None
     logs: Path | None = None
@@ -89,7 +90,7 @@ class Options:
     def servers(self, definition: Definition) -> list[Peer]:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
-        ours = cllm_peer(settings, None, OpenAIApi(), definition.cllm_flags)
+        ours = cllm_peer(settings, None, OpenAIApi(), (*definition.cllm_flags, *self.cllm_flags))
         if definition.alone:
             return [ours]
         both = definition.both_layouts and not self.quick
@@ -302,6 +303,7 @@ def _info(options: Options, load_average: float, took_s: float) -> dict[str, str
         "model": options.model.name if options.model else "embedded SmolLM2-135M",
         "machine": f"{name_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "threads of each server": str(settings.thread_count),
+        **({"more flags of cllm": " ".join(options.cllm_flags)} if options.cllm_flags else {}),
         "rounds": f"{options.round_count}, interleaved",
         "load average at the start": f"{load_average:.2f}",
         "the whole run took": f"{took_s / 60:.1f} minutes",

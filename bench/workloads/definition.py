@@ -13,14 +13,14 @@ from bench.figures import DEFAULT_FIGURES, FIGURES
 from cllm.errors import SetupError
 
 ORDER = (
-    *("distinct", "single", "shared", "chat", "agent", "agents"),
-    *("stall", "stale", "contended", "long", "sweep"),
+    *("real", "agents", "chat", "burst", "arrivals", "stall", "shared", "agent"),
+    *("long", "distinct", "single", "stale", "contended", "sweep"),
 )
-"""Built-in workloads in the order of the report."""
+"""Built-in workloads in the order of the report: as users are, then what is greedy on random words."""
 
 Count = Annotated[int, Meta(ge=1)]
-Length = int | tuple[int, int]  # no Meta here: msgspec 0.22 crashes on a bounded int beside a pair
-"""A number of tokens, or the bounds of an even distribution."""
+Length = int | tuple[int, ...]  # no Meta here: msgspec 0.22 crashes on a bounded int beside a tuple
+"""A number of tokens; two are the bounds of an even distribution, more are taken in turn."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +34,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shared_prefix_tokens: Annotated[int, Meta(ge=0)] = 0  # the same for all in a round, new in every round
     prefix_tokens: Annotated[int, Meta(ge=0)] = 0  # a conversation's own, before its first turn
     turns: Count = 1
+    chat: bool = False  # one turn goes to the chat route, too
     prompts_file: str = ""  # instead of synthetic prompts: a line each, or JSON lines; beside the TOML file
     salt: bool = True  # a few words in front of prompts from a file, new in every round
     temperature: Annotated[float, Meta(ge=0)] = 0.0
@@ -44,9 +45,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):
             value = getattr(self, name)
-            low, high = value if isinstance(value, tuple) else (value, value)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name}: {value} is not a length, or a lowest and a highest")
+            lengths = value if isinstance(value, tuple) else (value,)
+            ascending = [1, *(lengths if len(lengths) == 2 else sorted(lengths))]
+            if not lengths or ascending != sorted(ascending):
+                raise ValueError(
+                    f"{name}: {value} is not a length, a lowest and a highest, or a list of more"
+                )
 
 
 class BarLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

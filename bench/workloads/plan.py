@@ -31,10 +31,11 @@ class Session:
 
     turns: tuple[BenchRequest, ...]
     at_s: float = 0.0  # open loop: when it begins
+    chat: bool = False  # also with one turn
 
     @property
     def is_chat(self) -> bool:
-        return len(self.turns) > 1
+        return self.chat or len(self.turns) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,10 @@ def make_fill(definition: Definition, tokens_per_word: float = 1.0) -> Plan:
     requests = [
         BenchRequest(
             TEXTS[definition.text](
-                f"fill {definition.name} {number}", _scaled(_draw(group.prompt_tokens, 0), tokens_per_word)
+                f"fill {definition.name} {number}",
+                _scaled(_draw(group.prompt_tokens, number), tokens_per_word),
             ),
-            _draw(group.output_tokens, 0),
+            _draw(group.output_tokens, number),
         )
         for number in range(definition.fill)
     ]
@@ -111,7 +113,7 @@ def _plan_group(
     sessions, at_s = [], 0.0
     for _ in range(count):
         turns = tuple(islice(prompts, group.turns))
-        sessions.append(Session(turns, at_s))
+        sessions.append(Session(turns, at_s, group.chat))
         if group.rate is not None:
             at_s += random_numbers.expovariate(group.rate)
     looping = 0 if group.rate is not None else clients or group.clients
@@ -134,9 +136,9 @@ def _prompts(
         begin = ""
         if number % group.turns == 0:
             begin = shared + prefix(f"prefix {number}", group.prefix_tokens)
-        output = _draw(group.output_tokens, random_numbers.random())
+        output = _draw(group.output_tokens, number, random_numbers.random())
         if own is None:
-            length = _scaled(_draw(group.prompt_tokens, random_numbers.random()), tokens_per_word)
+            length = _scaled(_draw(group.prompt_tokens, number, random_numbers.random()), tokens_per_word)
             text = make_text(f"{seed} {number}", length)
         else:
             text, asked = next(own)
@@ -146,10 +148,12 @@ def _prompts(
         number += 1
 
 
-def _draw(length: Length, share: float) -> int:
-    """`share` in [0, 1) of the way from the lowest to the highest, ends included."""
+def _draw(length: Length, number: int, share: float = 0.0) -> int:
+    """The length of this number; of bounds, `share` in [0, 1) of the way between them, ends included."""
     if isinstance(length, int):
         return length
+    if len(length) != 2:
+        return length[number % len(length)]
     low, high = length
     return low + int(share * (high - low + 1))
 

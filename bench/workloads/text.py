@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import re
+import sysconfig
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 
 _TEXT = """
@@ -24,6 +28,7 @@ _TEXT = """
     essay fruit guard humor irony jury kidney legal minor noise owner pride reply skill trend usage
 """
 _WORDS = tuple(_TEXT.split())
+_LONG_STRING = re.compile(r'(^[ ]*[rR]?)?"""(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
 def words(seed: str, count: int) -> str:
@@ -35,20 +40,26 @@ def words(seed: str, count: int) -> str:
 
 
 def prose(seed: str, count: int) -> str:
-    """`count` words of continuous prose, from Python's language reference; the first few are random words.
+    """`count` words of continuous prose, from the standard library's documentation; three random ones first.
 
     Answers to prose are prose. Answers to random words soon repeat themselves, which drafts profit from.
     """
     begin = words(seed, min(count, 3))
-    text = _reference()
+    text = _documentation()
     start = random.Random(f"prose {seed}").randrange(len(text))
     rest = (text[(start + number) % len(text)] for number in range(count - 3))
     return " ".join([begin, *rest])
 
 
 @cache
-def _reference() -> tuple[str, ...]:
-    lines = (line for topic in topics.values() for line in topic.splitlines())
+def _documentation() -> tuple[str, ...]:
+    """The words of Python's language reference and of the docstrings of the standard library's modules."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    sources = (module.read_text(errors="replace") for module in modules)
+    strings = (found for source in sources for found in _LONG_STRING.finditer(source))
+    docstrings = (found[2] for found in strings if found[1] is not None)  # it begins its line
+    texts = (*topics.values(), *docstrings)
+    lines = (line for text in texts for line in inspect.cleandoc(text).splitlines())
     return tuple(word for line in lines if line[:1].isalpha() for word in line.split())
 
 

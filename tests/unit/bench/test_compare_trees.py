@@ -59,7 +59,7 @@ def test_each_bar_can_be_missed(
 def test_short_workloads_share_one_server_and_fit_their_time() -> None:
     """Where a prompt token takes 6 ms, a row of eight 7.5 ms and a row alone 12 ms, about 5 to 15 s each."""
     speed = SpeedComparison.of(WORKLOADS, ServerSettings())
-    assert (speed.settings.parallel, speed.settings.ctx_size) == (8, 24576)
+    assert (speed.settings.parallel, speed.settings.ctx_size) == (8, 16384)
     for definition in speed.definitions:
         seconds = 0.0
         for group in make_plan(definition, 1, quick=True).groups:

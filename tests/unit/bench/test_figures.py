@@ -22,6 +22,7 @@ from bench.figures import (
     recomputed_tokens,
     stall_gap,
     step_seconds,
+    streams_rate,
 )
 
 TIMES = st.floats(0.001, 100.0)
@@ -84,6 +85,12 @@ def test_the_stall_is_what_the_others_wait_while_the_late_prompt_is_read() -> No
     assert math.isnan(stall_gap([load(stream)]))
     assert FIGURES["late_first_token_s"].of([load(stream, late)]) == pytest.approx(1.1)
     assert FIGURES["first_token_p50_s"].of([load(stream, late)]) == 0.0
+
+
+def test_the_rate_of_streams_ends_with_the_last_of_them() -> None:
+    streams = [completion([1.0, 2.0, 3.0]), completion([1.0, 4.0], 1)]
+    late = completion([9.0], 2, late=True, started_s=2.0)
+    assert streams_rate([load(*streams, late, wall_s=9.0)]) == pytest.approx(5 / 4)
 
 
 @given(

@@ -14,9 +14,9 @@ from bench.figures import Completion, LoadResult
 from bench.peers import ServerSettings, parse_peer
 from bench.plots import draw
 from bench.report import Spread, Table, write_json
-from bench.run import busy_neighbour
+from bench.run import Options, busy_neighbour
 from bench.summary import make_report, record
-from bench.workloads import BarLine, Definition, Group, built_in
+from bench.workloads import BarLine, Definition, Group, built_in, find
 from cllm.errors import SetupError
 
 GROUPS = (Group(),)
@@ -147,9 +147,18 @@ def test_peers_are_spelled_in_these_ways(tmp_path: Path) -> None:
     (alone,) = parse_peer(str(server), settings, both_layouts=False)
     assert alone == both[0] or alone.command == both[0].command
     assert alone.command[alone.command.index("--threads") + 1] == "3"
+    (tuned,) = parse_peer(f"llama-server={server} -ub 256 --no-repack", settings, both_layouts=False)
+    assert tuned.name == f"{SPLIT} -ub 256 --no-repack" and tuned.family == alone.family
+    assert tuned.command == (*alone.command, "-ub", "256", "--no-repack")
     for bad in ("vllm=/usr/bin/vllm", "https://host:1", "x=http://host:1/api", str(tmp_path / "none")):
         with pytest.raises(SetupError):
             parse_peer(bad, settings, both_layouts=False)
+
+
+def test_flags_of_cllm_follow_those_of_the_workload() -> None:
+    options = Options(cllm_flags=("--draft-tokens=0",))
+    (server,) = options.servers(find(["agent"])[0])
+    assert server.command[-3:] == ("--cache-ram-mb", "16", "--draft-tokens=0")
 
 
 def test_the_prompt_cache_of_llama_server_is_off_where_no_prompt_comes_again(tmp_path: Path) -> None:

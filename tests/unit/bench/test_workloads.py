@@ -16,6 +16,8 @@ from bench.workloads.plan import make_fill
 from bench.workloads.text import TEXTS, prose
 from cllm.errors import SetupError
 
+ROOT = Path(__file__).parents[3]
+GPU = [read_file(path) for path in sorted((ROOT / "bench" / "gpu" / "workloads").glob("*.toml"))]
 LENGTHS = st.integers(1, 60) | st.tuples(st.integers(1, 30), st.integers(30, 60))
 
 
@@ -38,9 +40,7 @@ def test_a_round_is_the_same_again_and_of_no_use_to_another(name: str) -> None:
             assert common_words(ours, theirs) <= 3
 
 
-@pytest.mark.parametrize(
-    "name", ["distinct", "single", "chat", "agent", "agents", "stall", "stale", "contended", "long", "sweep"]
-)
+@pytest.mark.parametrize("name", [name for name in ORDER if name != "shared"])
 def test_prompts_of_a_round_share_no_beginning(name: str) -> None:
     found = prompts(built_in()[name], 1)
     assert all(common_words(*pair) <= 3 for pair in itertools.combinations(found, 2))
@@ -55,27 +55,29 @@ def test_the_built_in_workloads_are_those_of_the_table() -> None:
         for name, definition in built_in().items()
     }
     assert known == {
+        "real": [(12, 8, 1)],
+        "agents": [(8, 8, 4)],
+        "chat": [(16, 16, 3)],
+        "burst": [(16, 16, 1)],
+        "arrivals": [(20, 0, 1)],
+        "stall": [(6, 6, 1), (1, 1, 1)],
+        "shared": [(24, 8, 1)],
+        "agent": [(1, 1, 10)],
+        "long": [(8, 8, 1)],
         "distinct": [(32, 8, 1)],
         "single": [(6, 1, 1)],
-        "shared": [(24, 8, 1)],
-        "chat": [(16, 16, 3)],
-        "agent": [(1, 1, 10)],
-        "agents": [(12, 12, 5)],
-        "stall": [(6, 6, 1), (1, 1, 1)],
         "stale": [(10, 1, 1)],
         "contended": [(16, 8, 1)],
-        "long": [(8, 8, 1)],
         "sweep": [(32, 8, 1)],
     }
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_every_request_fits_into_its_server(name: str) -> None:
+@pytest.mark.parametrize("definition", [*built_in().values(), *GPU], ids=lambda each: each.name)
+def test_every_request_fits_into_its_server(definition: Definition) -> None:
     """A sequence of a split cache gets its part of the cells and no more."""
-    definition = built_in()[name]
     for group in definition.groups:
         lengths = [group.prompt_tokens, group.output_tokens]
-        turn = sum(length if isinstance(length, int) else length[1] for length in lengths)
+        turn = sum(length if isinstance(length, int) else max(length) for length in lengths)
         longest = group.shared_prefix_tokens + group.prefix_tokens + group.turns * turn
         assert longest <= definition.ctx_size / definition.parallel
     assert len(make_fill(definition).groups[0].sessions) == definition.fill
@@ -94,9 +96,36 @@ def test_each_agent_begins_with_a_text_of_its_own() -> None:
     (group,) = make_plan(built_in()["agents"], 1, tokens_per_word=1.2).groups
     for session in group.sessions:
         text, _, question = session.turns[0].prompt.partition("\n\n")
-        assert (len(text.split()), len(question.split())) == (1250, 100)
-        assert [len(turn.prompt.split()) for turn in session.turns[1:]] == [100] * 4
-    assert len({session.turns[0].prompt for session in group.sessions}) == 12
+        assert (len(text.split()), len(question.split())) == (333, 67)
+        assert [len(turn.prompt.split()) for turn in session.turns[1:]] == [67] * 3
+    assert len({session.turns[0].prompt for session in group.sessions}) == 8
+
+
+@pytest.mark.parametrize("name", ["real", "agents", "chat", "burst", "arrivals"])
+def test_answers_of_a_list_are_unequal_and_the_same_every_round(name: str) -> None:
+    """They lie between a third and five thirds of their mean, so that no two requests end in lockstep."""
+    definition = built_in()[name]
+    rounds = [
+        [
+            turn.max_tokens
+            for session in make_plan(definition, salt).groups[0].sessions
+            for turn in session.turns
+        ]
+        for salt in (1, 2)
+    ]
+    assert rounds[0] == rounds[1]
+    assert all(before != after for before, after in itertools.pairwise(rounds[0]))
+    lengths = definition.groups[0].output_tokens
+    assert isinstance(lengths, tuple) and set(rounds[0]) == set(lengths)
+    assert 3 * min(lengths) >= sum(lengths) / len(lengths) >= 3 / 5 * max(lengths)
+
+
+def test_users_send_chats_at_a_temperature() -> None:
+    for name in ("real", "chat", "arrivals"):
+        (group,) = make_plan(built_in()[name], 1).groups
+        assert all(session.is_chat for session in group.sessions)
+        assert {turn.temperature for session in group.sessions for turn in session.turns} == {0.8}
+    assert not make_plan(built_in()["burst"], 1).groups[0].sessions[0].is_chat
 
 
 def test_a_workload_is_greedy_or_sampled_as_asked() -> None:
@@ -159,7 +188,7 @@ def test_words_are_as_many_as_asked_for(kind: str) -> None:
 
 def test_prose_is_continuous() -> None:
     """Where a text has come to its source's end it goes on at its beginning: a second time round is equal."""
-    text = prose("a", 70_000).split()[3:]
+    text = prose("a", 300_000).split()[3:]
     around = next(size for size in range(1000, len(text)) if text[:50] == text[size : size + 50])
     assert text[: len(text) - around] == text[around:]
     assert sum(word.endswith(".") for word in text) > len(text) / 50
@@ -197,6 +226,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("count = 3", "cuont = 3", "cuont"),
         ("[8, 16]", "[16, 8]", "prompt_tokens"),
         ("[8, 16]", "0", "prompt_tokens"),
+        ("[8, 16]", "[]", "prompt_tokens"),
+        ("[8, 16]", "[8, 0, 16]", "prompt_tokens"),
         ("first_token_p99_s", "speed", "speed"),
         ("at_most = 0.5", "", "at_least or at_most"),
         ("at_most = 0.5", "at_most = 1\nat_least = 1", "at_least or at_most"),
@@ -216,7 +247,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, old: str, new: str, words
 
 
 def test_unknown_and_doubled_workloads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="distinct, single"):
+    with pytest.raises(SetupError, match="real, agents"):
         find(["fastest"])
     with pytest.raises(SetupError, match=r"none\.toml"):
         find([str(tmp_path / "none.toml")])
@@ -245,7 +276,7 @@ def test_prompts_come_from_files(tmp_path: Path) -> None:
 
 
 def test_the_example_in_the_documentation_is_a_workload(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[3] / "bench" / "README.md").read_text()
+    readme = (ROOT / "bench" / "README.md").read_text()
     example = readme.partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "desk.toml").write_text(example)
     (tmp_path / "letters.txt").write_text("Dear all\n")
