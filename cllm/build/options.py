@@ -199,12 +199,6 @@ def features() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def describe_cpu() -> str:
-    """The CPU's name, where its system says it, and its instruction sets."""
-    name = _read_cpuinfo().get("model name", platform.processor())
-    return " ".join((machine(), name, *features()))
-
-
 def _read_cpuinfo() -> dict[str, str]:
     """The entries of /proc/cpuinfo, names in lower case, of the first processor that has them."""
     try:

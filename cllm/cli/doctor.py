@@ -41,7 +41,7 @@ def doctor_command(
     ctx_size: Annotated[int, Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, Option(min=0)] = 0,
 ) -> None:
-    """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe's result."""
+    """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe."""
     table = Table(show_header=False, box=None)
     healthy = True
     found = features()

@@ -35,7 +35,6 @@ def test_types_are_timed_in_a_process_and_remembered(cache: Path, monkeypatch: p
         assert all(figure > 0 for layout in speed if layout for figure in layout)
     # A row alone reads all weights for one token.
     assert speeds["F32"].plain.single > speeds["F32"].plain.prompt
-    monkeypatch.setattr(kernels, "_measured", {})
     monkeypatch.setattr(kernels, "run_apart", None)
     assert time_types(types, 1) == speeds
 

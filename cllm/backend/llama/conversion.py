@@ -35,7 +35,7 @@ _Q8_0_FILE = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
 def find_gain(header: GgufHeader, threads: int) -> tuple[float, float]:
     """How many times as fast the model would be as Q8_0: prefill, decode. Raises LibraryError."""
     weights = count_weights(header)
-    speeds = time_types([*weights, TARGET], threads)
+    speeds = time_types({*weights, TARGET}, threads)
     return get_speed(weights, speeds).compare(get_speed({TARGET: 1}, speeds))
 
 

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from gguf.constants import GGMLQuantizationType
 from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find, load, run_apart
-from cllm.backend.llama.threads import compute_threads, read_cpu_times, usable_cores
-from cllm.build.options import describe_cpu
+from cllm.backend.llama.threads import compute_threads, measurable_cores, read_cpu_times
+from cllm.build.options import features, machine
 from cllm.build.toolchain import cache_directory, write_record
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError
@@ -41,7 +41,7 @@ MAX_OTHERS = 0.25  # cores that other programs may use meanwhile
 MIN_SHARE = 0.02  # of the weights; the types of fewer do not count
 MIN_GAIN = 1.05  # of plain weights over repacked ones
 NOTABLE_GAIN, NO_LOSS = 1.5, 0.9  # prefill and decode of another type that `describe_types` names
-COMMON = tuple(map(GGMLQuantizationType, (8, 14, 12, 2)))  # Q8_0, Q6_K, Q4_K, Q4_0: files of each are usual
+COMMON = ("Q8_0", "Q6_K", "Q4_K", "Q4_0")  # files of each are usual
 
 
 class Speed(NamedTuple):
@@ -68,7 +68,6 @@ class TypeSpeed(NamedTuple):
 
 Speeds = Mapping[str, TypeSpeed]  # by the names of types
 Weights = Mapping[str, int]  # likewise: their number
-_measured: dict[Path, dict[str, TypeSpeed]] = {}  # by record, since a busy machine leaves none
 
 
 def count_weights(header: GgufHeader) -> Weights:
@@ -99,7 +98,7 @@ def get_speed(weights: Weights, speeds: Speeds) -> Speed:
 
 
 def choose_buffers(config: EngineConfig) -> EngineConfig:
-    """Settle whether weights are repacked where the settings do not say. Raises ModelFileError."""
+    """Choose repacked or plain weights where the settings do not say. Raises ModelFileError."""
     if config.extra_buffers is not None:
         return config
     repack = True
@@ -114,12 +113,12 @@ def choose_buffers(config: EngineConfig) -> EngineConfig:
 def describe_types(header: GgufHeader, threads: int) -> Iterator[str]:
     """Describe each tensor type of a model: its cost here, and a type that would be faster."""
     weights = count_weights(header)
-    speeds = time_types([*weights, *(kind.name for kind in COMMON)], threads)
+    speeds = time_types({*weights, *COMMON}, threads)
     for name, count in weights.items():
         own = get_speed({name: count}, speeds)
         part = f"{name}, {count / sum(weights.values()):.0%} of the weights"
         found = f"{part}: prompt {own.prompt:.1f}, decode {own.decode:.1f} µs a million weights and token"
-        for other in (kind.name for kind in COMMON):  # the largest first: it loses the least
+        for other in COMMON:  # the largest first: it loses the least
             prefill, decode = own.compare(get_speed({other: 1}, speeds))
             if prefill >= NOTABLE_GAIN and decode >= NO_LOSS:
                 found += f"; {other} would prefill {prefill:.1f} × and decode {decode:.1f} × as fast"
@@ -127,31 +126,23 @@ def describe_types(header: GgufHeader, threads: int) -> Iterator[str]:
         yield found
 
 
-def time_types(types: Iterable[str], threads: int) -> Speeds:
-    """Measure the tensor types that are not remembered, apart. Raises LibraryError."""
-    path = _record_path(threads)
-    known = _measured.setdefault(path, {})
-    if not known:
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            known |= msgspec.json.decode(path.read_bytes(), type=dict[str, TypeSpeed])
-    if missing := sorted(set(types) - known.keys()):
-        task = msgspec.json.encode((missing, threads))
-        answer = run_apart("cllm.backend.llama.kernels", task, LIMIT_S)
-        found, used = msgspec.json.decode(answer, type=tuple[dict[str, TypeSpeed], int])
-        known |= found
-        if used == threads:  # else the machine is busy, and another start measures again
-            try:
-                write_record(path, msgspec.json.encode(known))
-            except OSError as error:
-                log.warning("timings are not kept, so every start measures: %s", error.strerror)
-    return known
-
-
-def _record_path(threads: int) -> Path:
-    """One record for each build of the library, CPU and number of threads."""
-    parts = (library_digest(find()), describe_cpu(), str(threads))
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    return cache_directory() / "kernels" / f"{digest}.json"
+def time_types(types: Collection[str], threads: int) -> Speeds:
+    """Speeds of tensor types: as remembered, else all are measured together. Raises LibraryError."""
+    key = (library_digest(find()), machine(), *features(), str(threads))
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:24]
+    path, known = cache_directory() / "kernels" / f"{digest}.json", {}
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, TypeSpeed])
+    if set(types) <= known.keys():
+        return known
+    answer = run_apart("cllm.backend.llama.kernels", msgspec.json.encode((sorted(types), threads)), LIMIT_S)
+    found, used = msgspec.json.decode(answer, type=tuple[dict[str, TypeSpeed], int])
+    if used == threads:  # else the machine is busy, and another start measures again
+        try:
+            write_record(path, msgspec.json.encode(known | found))
+        except OSError as error:
+            log.warning("timings are not kept, so every start measures: %s", error.strerror)
+    return found
 
 
 # In the process itself -----------------------------------------------------------------------------
@@ -206,8 +197,8 @@ class _Products:
         return self._api.ggml_init(self._api.ggml_init_params(mem_size=1 << 20, no_alloc=True))
 
     def run(self, graph: Any) -> None:
-        if code := self._api.ggml_backend_graph_compute(self._backend, graph):
-            raise LibraryError(f"ggml_backend_graph_compute returned {code}")
+        code = self._api.ggml_backend_graph_compute(self._backend, graph)
+        assert code == 0, code
 
 
 def measure(types: Sequence[str], threads: int) -> Speeds:
@@ -246,7 +237,7 @@ def measure_quiet(types: Sequence[str], threads: int) -> tuple[Speeds, int]:
 
     Threads that wait for each other on busy cores say nothing about kernels.
     """
-    read = partial(read_cpu_times, usable_cores() or frozenset())
+    read = partial(read_cpu_times, measurable_cores())
     before = read()
     speeds = measure(types, threads)
     after = read()
@@ -257,15 +248,6 @@ def measure_quiet(types: Sequence[str], threads: int) -> tuple[Speeds, int]:
     return speeds, threads
 
 
-def _main() -> int:
-    types, threads = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[list[str], int])
-    try:
-        sys.stdout.buffer.write(msgspec.json.encode(measure_quiet(types, threads)))
-    except LibraryError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[list[str], int])
+    sys.stdout.buffer.write(msgspec.json.encode(measure_quiet(*asked)))
