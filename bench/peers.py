@@ -78,15 +78,18 @@ def cllm_peer(
     api: Api | None = None,
     flags: Sequence[str] = (),
 ) -> Peer:
-    """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter."""
-    model = [] if settings.model is None else [str(settings.model)]
+    """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter.
+
+    The embedded model is named by its file, or it could be a faster copy, which others do not have.
+    """
     options = {
         "--parallel": settings.parallel,
         "--ctx-size": settings.ctx_size,
         "--threads": settings.threads,
         "--log-level": settings.log_level,
     }
-    arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
+    model = str(settings.model or embedded_model())
+    arguments = [*(command or _cllm_command()), "serve", model, *_flat(options), *flags]
     # A round must not find what the one before it has left on disk.
     environment = (("CLLM_CACHE_DISK_MB", "0"),)
     return Peer(CLLM, tuple(arguments), api or CllmApi(), "/ready", CLLM, environment=environment)

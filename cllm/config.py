@@ -84,7 +84,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     flash_attention: Annotated[bool, _rare("Flash attention kernels.")] = True
-    extra_buffers: Annotated[bool, _rare("Repack the weights for AMX and similar units.")] = True
+    extra_buffers: (
+        Annotated[bool, _rare("Repack weights for AMX and similar units. Default: if faster here.")] | None
+    ) = None
     pooling: Annotated[
         str,
         _rare("Pooling of embeddings: mean, cls, last, rank, none. Default: the model's.", pattern=POOLING),

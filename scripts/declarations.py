@@ -23,6 +23,7 @@ from cllm.build.toolchain import BINDINGS_VERSION, source_directory  # noqa: E40
 TARGET = ROOT / "cllm" / "backend" / "llama" / "declarations.py"
 HEADERS = (
     "ggml/include/ggml.h",
+    "ggml/include/ggml-alloc.h",
     "ggml/include/ggml-backend.h",
     "ggml/include/ggml-cpu.h",
     "include/llama.h",

@@ -135,13 +135,12 @@ def make_settings() -> str:
 
 def describe_setting(field: msgspec.structs.FieldInfo) -> tuple[str, str, str, str]:
     annotated = get_args(field.type)[0] if field.default is None else field.type
-    meta = get_args(annotated)[1]
+    kind, meta = get_args(annotated)
     flag = field.name.upper() if field.name == "model" else "--" + field.name.replace("_", "-")
-    if isinstance(field.default, bool):
-        default = f"`{('off', 'on')[field.default]}`"
+    default = "" if field.default in (None, "") else f"`{field.default}`"
+    if kind is bool:
+        default = default and f"`{('off', 'on')[field.default]}`"
         flag = f"{flag}`, `--no-{flag.removeprefix('--')}"
-    else:
-        default = "" if field.default in (None, "") else f"`{field.default}`"
     bounds = [f"≥ {meta.ge:g}"] if meta.ge is not None else []
     bounds += [f"≤ {meta.le:g}"] if meta.le is not None else []
     star = "\\*" if meta.extra["rare"] else ""

@@ -173,7 +173,9 @@ def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
         return settings.engine
     task = PrepareTask(asked=settings.engine, log_level=settings.log_level, beside=True)
     ready = finish(task.start(), PreparedModel).config
-    if digest_model(Path(ready.model)) != settings.digest:
+    # The embedded model may be served as a copy: what was deployed is the shipped file.
+    path = Path(ready.model) if settings.engine.model else resolve("")
+    if digest_model(path) != settings.digest:
         raise ConfigError(f"the file of {settings.name} on this machine is another one than was deployed")
     return ready
 

@@ -15,11 +15,13 @@ from typer import Argument, Option
 
 from cllm import __version__
 from cllm.backend.llama import library
+from cllm.backend.llama.conversion import TARGET, find_gain, pays
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.kernels import choose_buffers, describe_types
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.placement import list_devices, offer_module
 from cllm.backend.llama.probe import loaded_variant, run_probe, settings_to_try, unused_features
-from cllm.backend.llama.threads import default_threads
+from cllm.backend.llama.threads import compute_threads, default_threads
 from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
@@ -39,7 +41,7 @@ def doctor_command(
     ctx_size: Annotated[int, Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, Option(min=0)] = 0,
 ) -> None:
-    """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
+    """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe."""
     table = Table(show_header=False, box=None)
     healthy = True
     found = features()
@@ -53,10 +55,12 @@ def doctor_command(
         _library(folder, found, table)
         _gpus(folder, table)
         config = EngineConfig(model=str(path), parallel=parallel, ctx_size=ctx_size, threads=threads)
+        config = choose_buffers(config)
         header = GgufHeader(path)
         fit = MemoryFit(header, config, list_devices())
         trained = f"{len(header.tensors)} tensors, trained for {header.context_train} tokens"
         table.add_row("model", f"{header.path.name}: {header.architecture}, {trained}")
+        _weights(header, config, embedded=not model, table=table)
         table.add_row("placement", fit.placement.describe())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
@@ -114,6 +118,16 @@ def _gpus(folder: Path, table: Table) -> None:
         memory = f"{device.free / 2**30:.1f} of {device.total / 2**30:.1f} GiB free"
         shared = ", shared with the host" if device.integrated else ""
         table.add_row("device", f"{device.name}: {device.description}, {memory}{shared}")
+
+
+def _weights(header: GgufHeader, config: EngineConfig, *, embedded: bool, table: Table) -> None:
+    """Add what the tensor types of the model cost on this CPU, and which would be faster."""
+    threads = compute_threads(config)
+    for row in describe_types(header, threads):
+        table.add_row("weights", row)
+    table.add_row("", "repacked" if config.extra_buffers else "plain, which is faster here than repacked")
+    if embedded and pays(find_gain(header, threads)):
+        table.add_row("", f"the embedded model is served as {TARGET}, unless its file is named")
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:

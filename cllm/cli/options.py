@@ -70,7 +70,8 @@ def _spellings(param: Any) -> str:
 
 def _description(param: Any) -> Text:
     text = Text(param.help or "")
-    default = ("off", "on")[param.default] if param.secondary_opts else param.default
+    switch = param.secondary_opts and param.default is not None
+    default = ("off", "on")[param.default] if switch else param.default
     if param.show_default and default not in ("", None) and default is not False:
         text.append(f" [{default}]", style="dim")
     return text

@@ -51,7 +51,8 @@ def resolve(text: str, *, offline: bool = False, check: Callable[[Path], object]
 def resolve_config(config: EngineConfig) -> EngineConfig:
     """Replace the references to models by their files. Raises SetupError.
 
-    A hub's model is checked by its header, as the settings have it, before it is pulled.
+    A hub's model is checked by its header, as the settings have it, before it is pulled. The embedded one may
+    be a faster copy.
     """
 
     def check(head: Path) -> None:
@@ -64,6 +65,10 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
             prepare(msgspec.structs.replace(found, gpu_layers=0))
 
     model, draft = resolve(config.model, offline=config.offline, check=check), config.draft_model
+    if not config.model:
+        from cllm.backend.llama.conversion import choose_file
+
+        model = choose_file(model, config)
     if draft:
         draft = str(resolve(draft, offline=config.offline))
     return msgspec.structs.replace(config, model=str(model), draft_model=draft)

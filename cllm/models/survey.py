@@ -17,7 +17,7 @@ from cllm.models.store import StoredModel, embedded_model, find_stored, scan, sc
 from cllm.types import ModelInfo, Pooling
 
 if TYPE_CHECKING:
-    from cllm.backend.llama.gguf import GgufHeader, Tensor
+    from cllm.backend.llama.gguf import GgufHeader
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
         name=name,
         architecture=header.architecture,
         description=" ".join(filter(None, (header.architecture, size, quant))),
-        parameters=sum(map(_count_weights, header.tensors)),
+        parameters=sum(tensor.weights for tensor in header.tensors),
         size_bytes=header.data_bytes,
         vocabulary_size=header.vocabulary,
         context_train=header.context_train,
@@ -149,12 +149,3 @@ def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
         vector_length=vector,
         file=header.path.name,
     )
-
-
-def _count_weights(tensor: Tensor) -> int:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    if tensor.size is None or tensor.type_id not in GGML_QUANT_SIZES:
-        return 0
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
-    return tensor.size // int(size) * int(block)

@@ -264,6 +264,7 @@ ROWS = (
     Row("poll", "--poll 0"),
     Row("poll", "--poll 100"),
     Row("flash_attention", "--no-flash-attention"),
+    Row("extra_buffers", "--extra-buffers"),
     Row("extra_buffers", "--no-extra-buffers"),
     Row("pooling", "--pooling mean", use=use_embeddings),
     Row("pooling", "--pooling last", use=use_embeddings),

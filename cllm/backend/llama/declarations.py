@@ -25,6 +25,14 @@ from ctypes import (
 from typing import Any
 
 
+class ggml_init_params(Structure):
+    _fields_ = (
+        ("mem_size", c_size_t),
+        ("mem_buffer", c_void_p),
+        ("no_alloc", c_bool),
+    )
+
+
 class ggml_threadpool_params(Structure):
     _fields_ = (
         ("cpumask", c_bool * 512),
@@ -80,6 +88,8 @@ class llama_token_data_array(Structure):
 
 
 ggml_abort_callback = CFUNCTYPE(c_bool, c_void_p)
+ggml_backend_dev_get_extra_bufts_t = CFUNCTYPE(POINTER(c_void_p), c_void_p)
+ggml_backend_set_n_threads_t = CFUNCTYPE(None, c_void_p, c_int)
 ggml_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 llama_progress_callback = CFUNCTYPE(c_bool, c_float, c_void_p)
 ggml_backend_sched_eval_callback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
@@ -149,26 +159,58 @@ class llama_model_params(Structure):
     )
 
 
+class llama_model_quantize_params(Structure):
+    _fields_ = (
+        ("nthread", c_int32),
+        ("ftype", c_int),
+        ("output_tensor_type", c_int),
+        ("token_embedding_type", c_int),
+        ("allow_requantize", c_bool),
+        ("quantize_output_tensor", c_bool),
+        ("only_copy", c_bool),
+        ("pure", c_bool),
+        ("keep_split", c_bool),
+        ("dry_run", c_bool),
+        ("imatrix", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("tt_overrides", c_void_p),
+        ("prune_layers", POINTER(c_int32)),
+        ("max_buf_size", c_size_t),
+    )
+
+
 class llama_sampler_chain_params(Structure):
     _fields_ = (("no_perf", c_bool),)
 
 
 # Result and parameters of each.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p, c_void_p),
     "ggml_backend_buft_get_device": (c_void_p, c_void_p),
     "ggml_backend_buft_is_host": (c_bool, c_void_p),
     "ggml_backend_cpu_buffer_type": (c_void_p,),
     "ggml_backend_dev_count": (c_size_t,),
     "ggml_backend_dev_description": (c_char_p, c_void_p),
     "ggml_backend_dev_get": (c_void_p, c_size_t),
+    "ggml_backend_dev_init": (c_void_p, c_void_p, c_char_p),
     "ggml_backend_dev_memory": (None, c_void_p, POINTER(c_size_t), POINTER(c_size_t)),
     "ggml_backend_dev_name": (c_char_p, c_void_p),
+    "ggml_backend_dev_supports_op": (c_bool, c_void_p, c_void_p),
     "ggml_backend_dev_type": (c_int, c_void_p),
+    "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
     "ggml_backend_load": (c_void_p, c_char_p),
     "ggml_backend_load_all_from_path": (None, c_char_p),
     "ggml_backend_reg_by_name": (c_void_p, c_char_p),
     "ggml_backend_reg_dev_count": (c_size_t, c_void_p),
+    "ggml_backend_reg_dev_get": (c_void_p, c_void_p, c_size_t),
     "ggml_backend_reg_get_proc_address": (c_void_p, c_void_p, c_char_p),
+    "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+    "ggml_build_forward_expand": (None, c_void_p, c_void_p),
+    "ggml_init": (c_void_p, ggml_init_params),
+    "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_nbytes": (c_size_t, c_void_p),
+    "ggml_new_graph": (c_void_p, c_void_p),
+    "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
     "ggml_threadpool_params_init": (None, POINTER(ggml_threadpool_params), c_int),
     "llama_attach_threadpool": (None, c_void_p, c_void_p, c_void_p),
     "llama_backend_init": (None,),
@@ -205,6 +247,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_model_n_layer": (c_int32, c_void_p),
     "llama_model_n_params": (c_uint64, c_void_p),
     "llama_model_n_swa": (c_int32, c_void_p),
+    "llama_model_quantize": (c_uint32, c_char_p, c_char_p, c_void_p),
+    "llama_model_quantize_default_params": (llama_model_quantize_params,),
     "llama_model_size": (c_uint64, c_void_p),
     "llama_n_batch": (c_uint32, c_void_p),
     "llama_n_ctx": (c_uint32, c_void_p),
@@ -274,6 +318,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 # The same, of the CPU's backend, which hands them out by their names.
 CPU_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_cpu_set_threadpool": (None, c_void_p, c_void_p),
     "ggml_threadpool_free": (None, c_void_p),
     "ggml_threadpool_new": (c_void_p, POINTER(ggml_threadpool_params)),
 }

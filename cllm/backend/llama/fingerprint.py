@@ -17,7 +17,7 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
         model = _digest(file.read(header.header_bytes))
     info = {
         "model": f"{header.file_bytes}:{model}",
-        "weights": " ".join(_sample(part.path) for part in header.parts),
+        "weights": " ".join(sample_digest(part.path) for part in header.parts),
         "library": library_digest(find()),
         "keys": config.cache_type_k,
         "values": config.cache_type_v,
@@ -27,7 +27,7 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
     return "\n".join(f"{name}={value}" for name, value in info.items())
 
 
-def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
+def sample_digest(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
     """A digest of pieces of the whole file: a fine-tuned model has the same header, other weights."""
     digest = hashlib.sha256()
     size = path.stat().st_size

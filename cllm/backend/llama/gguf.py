@@ -56,6 +56,12 @@ class Tensor(NamedTuple):
     offset: int  # from the beginning of the data
     size: int | None
 
+    @property
+    def weights(self) -> int:
+        """Number of weights; 0 where the type is unknown."""
+        block, block_bytes = GGML_QUANT_SIZES.get(self.type_id, (0, 1))
+        return (self.size or 0) // int(block_bytes) * int(block)
+
 
 class GgufFile:
     """One GGUF file with a valid structure. Raises ModelFileError otherwise."""

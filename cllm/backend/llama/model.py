@@ -118,7 +118,7 @@ class LlamaModel(Owned):
             overrides = _without_vocabulary(dry)
             params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
-        params.use_extra_bufts = config.extra_buffers
+        params.use_extra_bufts = config.extra_buffers is not False
         placed = _place(library, config, params, vocabulary_only=vocabulary_only)
         path = Path(config.model)
         pointer = _load(api, path, params, progress)

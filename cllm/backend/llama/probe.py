@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from cllm.backend.llama.fingerprint import library_digest
+from cllm.backend.llama.kernels import choose_buffers
 from cllm.backend.llama.library import find, may_use_gpu, run_apart
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.placement import list_devices, wants_gpu
@@ -95,6 +96,7 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 
     Where the GPU does not work, others are prepared for the host's memory.
     """
+    asked = choose_buffers(asked)
     try:
         placed = prepare(asked)
     except LibraryError as error:

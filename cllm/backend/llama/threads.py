@@ -54,6 +54,17 @@ def default_threads() -> int:
     return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
+def measurable_cores() -> frozenset[int]:
+    """The cores whose times tell of other programs; none where a quota leaves us a part of them."""
+    return (core_quota() is None and usable_cores()) or frozenset()
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Threads that a model is computed with while no other program computes."""
+    cores = default_threads()
+    return config.threads or min(config.max_threads or cores, cores)
+
+
 def read_cpu_times(cores: frozenset[int], stat: Path = Path("/proc/stat")) -> CpuTimes | None:
     """CPU times of our cores from the system; None where there are none."""
     if not cores:
@@ -131,13 +142,10 @@ class Workers:
         self._library = library
         self._poll = DEFAULT_POLL if config.poll is None else config.poll
         self._deferred_frees = deferred_frees
-        cores = default_threads()
-        self.threads = config.threads or min(config.max_threads or cores, cores)
-        # The system's times cover more than our part of the cores where there is a quota.
-        measured = (core_quota() is None and usable_cores()) or frozenset()
-        read = partial(read_cpu_times, measured)
+        self.threads = compute_threads(config)
+        read = partial(read_cpu_times, measurable_cores())
         # An explicit number is kept; the default adapts to other programs.
-        self.governor = None if config.threads else ThreadGovernor(self.threads, cores, read)
+        self.governor = None if config.threads else ThreadGovernor(self.threads, default_threads(), read)
         self._pools: dict[int, Owned] = {}
         self._attached: dict[Any, int] = {}  # by context: its number of threads
 

@@ -45,7 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("CLLM_LIBRARY", str(library))
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "cache"))
-    return EngineConfig(model=str(tmp_path / "model.gguf"))
+    return EngineConfig(model=str(tmp_path / "model.gguf"), extra_buffers=True)
 
 
 def start(config: EngineConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
