@@ -29,7 +29,7 @@ from bench.costs import MachineCosts, read_costs, split_shape
 from bench.report import Table
 from bench.workloads import Definition, built_in, make_plan, read_file
 from cllm.backend.base import KVState, StepResult
-from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, EngineConfig
+from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig, settle_itl
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.tiers import SlotContent
@@ -322,9 +322,8 @@ def simulate(costs: MachineCosts, definition: Definition, rule: Rule | None = No
     )
     clock = SimulatedClock()
     runner = SimulatedRunner(costs, clock, slots=definition.parallel, cells=definition.ctx_size)
-    config = EngineConfig(
-        draft_tokens=0, cache_disk_mb=0, target_itl_ms=GPU_TARGET_ITL_MS if costs.asynchronous else 0
-    )
+    target = GPU_TARGET_ITL_MS if costs.asynchronous else TARGET_ITL_MS
+    config = settle_itl(EngineConfig(draft_tokens=0, cache_disk_mb=0), target)
     users = Users(sessions, group.clients, clock, SimulatedInbox())
     with clock.patched():
         core = EngineCore(runner, config, users.receive)

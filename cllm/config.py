@@ -6,6 +6,7 @@ is written down once. `_rare` options are shown by `--help-all` only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ MODES = "^(none|layer|row)$"
 SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
+MAX_ITL = 4  # targets, where keeping one would cost more throughput than that is worth
+CACHE_RAM_SHARE = 8  # an eighth of the machine's memory, by default
 GPU_BATCH_TOKENS = 2048  # likewise: submitting takes as long as computing 512 tokens of a small model
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
@@ -111,6 +114,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: Annotated[
         int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)
     ] = 0
+    max_itl_ms: Annotated[
+        int,
+        _rare("Its limit where the target costs over 3 % of throughput. 0: 4 times; a set target itself.", 0),
+    ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
     cache_type_v: Annotated[
@@ -118,9 +125,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "f16"
 
     prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, disk.")] = True
-    cache_ram_mb: Annotated[
-        int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
-    ] = 1024
+    cache_ram_mb: (
+        Annotated[int, _option("Host RAM for the prefix cache, MiB. 0: slots only. Default: an eighth.", 0)]
+        | None
+    ) = None
     swap_space_mb: Annotated[
         int, _option("Host RAM for KV swapped out by preemption, MiB; the rest is recomputed.", 0)
     ] = 1024
@@ -170,9 +178,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ttl: float = 0.0  # seconds without a request after which it is unloaded; 0: never
 
 
-def target_itl_s(config: EngineConfig) -> float:
-    """Seconds of inter-token latency that chunked prefill must keep."""
-    return (config.target_itl_ms or TARGET_ITL_MS) / 1000
+def settle_itl(config: EngineConfig, default_ms: int = TARGET_ITL_MS) -> EngineConfig:
+    """Fill in the inter-token target, and its limit: a target that is set is kept as it is."""
+    target = config.target_itl_ms
+    limit = config.max_itl_ms or target or MAX_ITL * default_ms
+    return msgspec.structs.replace(config, target_itl_ms=target or default_ms, max_itl_ms=limit)
+
+
+def get_cache_ram_mb(config: EngineConfig) -> int:
+    """Host RAM for the prefix cache, MiB; without a setting, a share of the machine's memory."""
+    if config.cache_ram_mb is not None:
+        return config.cache_ram_mb
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // CACHE_RAM_SHARE >> 20
 
 
 def slot_count(config: EngineConfig) -> int:

@@ -310,6 +310,7 @@ class AsyncLLM:
         self._check_open()
         _check_names("chat", options, ChatOptions.__annotations__)
         given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": [*map(dict, messages)]}
+        given["stream"] = stream
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
         body = ChatBody.parse(given)
@@ -320,7 +321,9 @@ class AsyncLLM:
     def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
         self._check_open()
         _check_names(call, options, GenerateOptions.__annotations__)
-        body = CompletionBody.parse({"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""})
+        body = CompletionBody.parse(
+            {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": "", "stream": call == "stream"}
+        )
         return _make_request(self._engine, body, sampling)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:

@@ -256,6 +256,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from acceptance to the last token
     priority: int = 0  # higher goes first
     tenant: str = ""  # shares are fair between tenants; prefixes are not shared across them
+    streamed: bool = True  # the answer is read as it is written, so the inter-token target holds
     speculate: bool = True  # allow speculative decoding; the text is the same either way
     reuse: bool = True  # use the prefix cache: match from it and store to it
     embed: tuple[tuple[int, ...], ...] = ()  # inputs to embed; then nothing is generated
@@ -388,6 +389,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int  # of one forward
     rollback_tokens: int = 0  # of the last step, that memory which cannot be cut takes back
     unified: bool = False  # one pool of KV cells, or one KV stream per sequence
+    target_itl_ms: int = 0  # inter-token latency that prefill keeps; 0: not known
+    max_itl_ms: int = 0  # its limit where keeping the target would cost too much throughput
     embed: EmbedLimits = EmbedLimits()
 
 

@@ -13,7 +13,7 @@ from math import ceil
 
 from bench.cluster.trace import BLOCK_TOKENS, TraceRequest
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
-from cllm.config import TARGET_ITL_MS
+from cllm.config import MAX_ITL, TARGET_ITL_MS
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.step_cost import TILE
 
@@ -190,7 +190,7 @@ class SimulatedReplica:
         answers_s = costs.base + costs.step_s(0, rows, context)  # the prompt is another pass over the weights
         token_s = costs.prefill_token + costs.attended * position
         tokens = int((aim_s - answers_s) / token_s)
-        if tokens < TILE <= (PrefillBudget.OVERRUN * aim_s - answers_s) / token_s:
+        if tokens < TILE <= (MAX_ITL * aim_s - answers_s) / token_s:
             tokens = TILE
         whole = tokens // TILE * TILE
         return min(self._size.chunk_tokens, max(PrefillBudget.MIN_CHUNK, whole or tokens))

@@ -19,7 +19,10 @@ STATES = (
 )
 WORK = tuple(name for name in StepStats.__struct_fields__ if name not in STATES)
 # Fields of Limits and Snapshot, of which replicas together have the least, or the sum.
-LEAST = ("sequence_cells", "request_tokens", "batch_tokens", "rollback_tokens")
+LEAST = (
+    *("sequence_cells", "request_tokens", "batch_tokens", "rollback_tokens"),
+    *("target_itl_ms", "max_itl_ms"),
+)
 TOTALS = (
     *("sequences_total", "cells_total", "cells_used", "cells_cached", "slots_cached", "leased_total"),
     *("released_total", "cleared_cells_total", "integrity_failures"),

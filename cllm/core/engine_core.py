@@ -14,7 +14,7 @@ from typing import Any
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.backend.compute_turns import get_turns
-from cllm.config import EngineConfig, target_itl_s
+from cllm.config import EngineConfig, get_cache_ram_mb, settle_itl
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import STALL_LIMIT_S, DiskKVCache
@@ -25,7 +25,7 @@ from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import Sequence
 from cllm.core.spec_decode import SpecDecodePolicy
-from cllm.core.step_cost import TILE, StepCostModel
+from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.core.step_groups import GroupTurns, StepGroup
 from cllm.errors import EngineDied, IntegrityError
 from cllm.messages import (
@@ -121,17 +121,17 @@ class EngineCore:
         cost = cost or StepCostModel(
             split=not limits.unified, batch1=runner.draft_cost, records=runner.asynchronous
         )
-        target_s = target_itl_s(config)
+        config = settle_itl(config)
+        target_s, max_overrun = config.target_itl_ms * MILLISECOND, config.max_itl_ms / config.target_itl_ms
+        make_budget = partial(PrefillBudget, target_s=target_s, max_overrun=max_overrun)
         # Drafts and the newest token of each sequence go into one batch.
         room = max(0, limits.batch_tokens - limits.sequences)
         draft_tokens = min(config.draft_tokens, room, limits.rollback_tokens or room)
-        disk_mb = config.cache_disk_mb if config.prefix_cache and runner.info.generates else 0
-        folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
-        self.disk = DiskKVCache(folder, (disk_mb or 0) * MIB, wake)
+        self.disk = self._make_disk(config, wake)
         self.scheduler = Scheduler(
             runner,
-            PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
-            HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
+            make_budget(limits.batch_tokens, cost=cost, defers=not runner.info.recurrent),
+            HostKVCache(cached_limit=get_cache_ram_mb(config) * MIB, swap_limit=config.swap_space_mb * MIB),
             self.disk,
             preparation=self.preparation,
             keep_prefixes=config.prefix_cache,
@@ -147,10 +147,9 @@ class EngineCore:
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
-            PrefillBudget(
+            make_budget(
                 limits.embed.batch_tokens,
-                target_s,
-                StepCostModel(split=False),
+                cost=StepCostModel(split=False),
                 first_chunk=PrefillBudget.MIN_CHUNK,
             ),
             decoding=lambda: len(self.scheduler.running),
@@ -162,6 +161,11 @@ class EngineCore:
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self._computed_at = time.monotonic()  # end of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
+
+    def _make_disk(self, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
+        disk_mb = config.cache_disk_mb if config.prefix_cache and self.runner.info.generates else 0
+        folder = CacheFolder(get_cache_folder(config.cache_dir), self.runner.state_fingerprint)
+        return DiskKVCache(folder, (disk_mb or 0) * MIB, wake)
 
     @property
     def ready(self) -> Ready:

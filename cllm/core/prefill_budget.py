@@ -9,21 +9,77 @@ from operator import attrgetter
 
 from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, TINY, StepCostModel, StepShape, attended_pairs
+from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
+
+
+class ChunkCost:
+    """What prefill chunks cost beside the rows that decode, given the prompts that wait.
+
+    `prompts` has the position and the tokens left of each, in the order in which they are computed.
+    """
+
+    def __init__(
+        self,
+        step: StepCost,
+        rows: StepShape,
+        prompts: List[tuple[int, int]],
+        *,
+        split: bool,
+        sampling_s: float = 0.0,
+    ) -> None:
+        self._step, self._rows, self._split = step, rows, split
+        self._prompts, self._lengths = prompts, [left for _, left in prompts]
+        self._sampling_s = sampling_s
+        self._rows_s = step.seconds(rows) if rows.rows else 0.0
+        self.offset = get_offset(rows.rows, split=split)
+        self.wanted = sum(self._lengths)
+
+    def shape(self, tokens: int) -> StepShape:
+        """The step with a chunk of up to `tokens`, divided between the prompts."""
+        parts = divide(tokens, self._lengths, self.offset)
+        found = zip(self._prompts, parts, strict=False)
+        return self._shape([(position, part) for (position, _), part in found if part])
+
+    def _shape(self, parts: List[tuple[int, int]]) -> StepShape:
+        """With split KV a row's first token is computed along with the decoding rows, and every length that
+        differs takes another ubatch.
+        """
+        rows, attended, tiled = self._rows.rows, self._rows.attended, 0.0
+        prefill = sum(part for _, part in parts)
+        first = int(rows > 0)
+        for position, part in parts:
+            together = part - first if self._split else prefill + rows
+            pairs = attended_pairs(part, position, together)
+            attended, tiled = attended + pairs[0], tiled + pairs[1]
+        lengths = {part for _, part in parts if part > first}
+        return StepShape(first + len(lengths) if self._split else 1, prefill, rows, attended, tiled)
+
+    def seconds(self, tokens: int) -> float:
+        return self._step.seconds(self.shape(tokens)) + self._sampling_s
+
+    def price(self, tokens: int) -> float:
+        """Seconds a token if all prompts are computed in chunks of this size; rows would run anyway."""
+        shape = self.shape(tokens)
+        whole, rest = divmod(self.wanted, shape.prefill_tokens)
+        total_s = whole * (self._step.seconds(shape) - self._rows_s)
+        if rest:
+            total_s += self._step.seconds(self._shape([(self._prompts[-1][0], rest)])) - self._rows_s
+        return total_s / self.wanted
 
 
 class PrefillBudget:
     """Turns the inter-token target into prefill tokens, with the cost of a step as measured.
 
-    With no sequence decoding, a step is as large as the batch allows. Chunks are whole tiles where there is
-    time for one: at 1,600 tokens of context, 63 tokens take three times as long as 64.
+    With no stream decoding, a step is as large as the batch allows. Else a chunk keeps the target where that
+    costs at most `MAX_PRICE` of the prefill's throughput, and beyond that it is the smallest one that does.
+    Chunks are whole tiles where possible: at 1,600 tokens of context, 63 tokens take three times as long as
+    64.
     """
 
     MIN_CHUNK = 2  # whatever the cost model says: a prompt must get on
     MAX_GROWTH = 4  # a chunk is at most this many times what was measured
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
-    OVERRUN = 1.3  # of that, for a chunk of which a smaller one would be wasteful: a single tile, or
-    MAX_WASTE = 0.1  # one whose own ubatch takes no more than this part of what its tokens take
+    MAX_PRICE = 0.03  # of the best price of a token: what keeping the target may cost
     OLDEST_FIRST = 2  # every second step belongs to the oldest prompt
     COSTLY = 3  # times the cheapest tenth of the samplers: those of one kind all take part
     SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
@@ -35,9 +91,14 @@ class PrefillBudget:
         cost: StepCostModel,
         *,
         first_chunk: int = TILE,
+        max_overrun: float = 1.0,
         defers: bool = False,
     ) -> None:
-        """`first_chunk` is what may be tried unmeasured. `defers`: a sequence may be left out of a step."""
+        """`first_chunk` is what may be tried unmeasured. `defers`: a sequence may be left out of a step.
+
+        A step may take `max_overrun` targets where keeping the target costs too much.
+        """
+        self.max_overrun = max_overrun
         self.batch_tokens = batch_tokens
         self.first_chunk = first_chunk
         self.defers = defers
@@ -83,12 +144,13 @@ class PrefillBudget:
         room = self.prefill_tokens(
             len(decoding),
             context=sum(sequence.num_computed for sequence in decoding),
-            position=prompts[0].num_computed,
             sampling_s=sum(sequence.sample_s for sequence in decoding),
-            wanted=prompts[0].computable,
+            prompts=[(prompt.num_computed, prompt.computable) for prompt in prompts],
+            streamed=any(sequence.request.streamed for sequence in decoding),
         )
-        parts = divide(room, [prompt.computable for prompt in prompts], self._offset(len(decoding)))
-        shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
+        offset = get_offset(len(decoding), split=self.cost.split)
+        parts = divide(room, [prompt.computable for prompt in prompts], offset)
+        shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=False) if part)
         return shares
 
     def _at_once(self, sequence: Sequence, rows: int, context: int) -> bool:
@@ -137,71 +199,67 @@ class PrefillBudget:
                 sequence.deferred += 1
         return [sequence for sequence in decoding if sequence not in costly or not sequence.deferred]
 
-    def _offset(self, decoding: int) -> int:
-        """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
-
-        With split KV, a row's first token is computed along with the decoding rows; with unified KV all
-        tokens are computed together.
-        """
-        return int(decoding > 0) if self.cost.split else -(decoding % TILE)
-
     def prefill_tokens(
         self,
         decoding: int,
         *,
         context: int = 0,
-        position: int = 0,
         sampling_s: float = 0.0,
-        wanted: int = 0,
+        prompts: List[tuple[int, int]] = (),
+        streamed: bool = True,
     ) -> int:
         """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.
 
-        Those hold `context` cells together and take `sampling_s`; the prefill goes on at about `position`.
-        The first prompt has `wanted` tokens left: it is ended where there is time and that takes less.
+        Those hold `context` cells together and take `sampling_s`; where none of them is `streamed`, no
+        client waits for a token. `prompts`: the position and the tokens left of each, in their order.
         """
         room = self.batch_tokens - decoding
         if (decoding == 0 and not self.contended) or room <= 0:
             return max(0, room)
-        offset = self._offset(decoding)
         step, measured = self.cost.step, self.cost.largest_prefill
+        first = self.first_chunk + get_offset(decoding, split=self.cost.split)
         if step is None or not measured:
-            return min(room, self.first_chunk + offset)
-        largest = min(room, max(self.first_chunk + offset, self.MAX_GROWTH * measured))
+            return min(room, first)
+        rows = StepShape(1, 0, decoding, context)
+        cost = ChunkCost(*(step, rows, prompts or ((0, room),)), split=self.cost.split, sampling_s=sampling_s)
+        largest = min(room, cost.wanted, max(first, self.MAX_GROWTH * measured))
+        max_attended = self.MAX_GROWTH * max(self.cost.largest_attended, context, TILE**2)
+        chunks = [each for each in self._chunks(largest, cost) if cost.shape(each).attended <= max_attended]
+        if not streamed and not self.contended:
+            return chunks[-1] if chunks else min(largest, self.MIN_CHUNK)
+        return self._keep_target(cost, chunks, min(largest, self.MIN_CHUNK))
 
-        def fits(chunk: int, aim: float = 1.0) -> bool:
-            shape = self._shape(chunk, decoding, context, position)
-            if shape.attended > self.MAX_GROWTH * max(self.cost.largest_attended, context):
-                return False
-            return step.seconds(shape) + sampling_s <= aim * self.max_step_s
+    def _keep_target(self, cost: ChunkCost, chunks: list[int], smallest: int) -> int:
+        """The largest chunk within the target; or the smallest of those with about the best price."""
+        tiles = [chunk for chunk in chunks if chunk >= TILE + cost.offset]
+        kept = max((chunk for chunk in tiles if cost.seconds(chunk) <= self.max_step_s), default=0)
+        if not kept:
+            most = max((chunk for chunk in chunks if chunk not in tiles), default=smallest)
+            kept = bisect_largest(smallest, most, lambda chunk: cost.seconds(chunk) <= self.max_step_s)
+        limit_s = self.max_overrun * self.target_s / (1 + self.alternates)
+        longer = [chunk for chunk in chunks if chunk > kept and cost.seconds(chunk) <= limit_s]
+        if not longer:
+            return kept
+        prices = {chunk: cost.price(chunk) for chunk in (kept, *longer)}
+        limit = (1 + self.MAX_PRICE) * min(prices.values())
+        return next(chunk for chunk, price in prices.items() if price <= limit)
 
-        tiles = bisect_largest(0, (largest - offset) // TILE, lambda count: fits(count * TILE + offset))
-        if tiles == 0 and largest >= TILE + offset:
-            tiles = int(fits(TILE + offset, self.OVERRUN))
-        if tiles > 0:
-            chunk = tiles * TILE + offset
-            if not chunk < wanted <= largest or not fits(wanted):
-                return chunk
-            rest = wanted - chunk, position + chunk
-            parts = ((wanted, position), (chunk, position), rest)
-            shapes = (self._shape(tokens, decoding, context, begin) for tokens, begin in parts)
-            whole_s, chunk_s, rest_s = map(step.seconds, shapes)
-            rows_s = step.seconds(StepShape(1, 0, decoding, context))
-            return wanted if whole_s + rows_s <= chunk_s + rest_s else chunk
-        smallest = min(room, self.MIN_CHUNK)
-        most = max(smallest, min(largest, TILE - 1))
-        chunk = bisect_largest(smallest, most, fits)
-        if not self.cost.split:
-            return chunk
-        token_s = max(step.prefill_token + step.attended * position, TINY)
-        sparing = min(most, int(step.ubatch / (self.MAX_WASTE * token_s)))
-        return bisect_largest(chunk, max(chunk, sparing), lambda count: fits(count, self.OVERRUN))
+    def _chunks(self, largest: int, cost: ChunkCost) -> list[int]:
+        """Sizes up to `largest` that are worth a look: whole tiles, parts of one, and all that there is."""
+        tiles = (largest - cost.offset) // TILE
+        counts = {*range(1, tiles + 1, max(1, tiles // TILE.bit_length())), tiles}  # all that a CPU's has
+        whole = {count * TILE + cost.offset for count in counts}
+        parts = {TILE >> bits for bits in range(1, TILE.bit_length())} | {TILE - 1}
+        return sorted(chunk for chunk in {*whole, *parts, largest} if 0 < chunk <= largest)
 
-    def _shape(self, chunk: int, decoding: int, context: int, position: int) -> StepShape:
-        """Of a step with one prefill chunk."""
-        apart = self.cost.split and decoding > 0
-        together = chunk - 1 if apart else chunk + decoding
-        attended, tiled = attended_pairs(chunk, position, together)
-        return StepShape(1 + apart, chunk, decoding, context + attended, tiled)
+
+def get_offset(decoding: int, *, split: bool) -> int:
+    """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
+
+    With split KV, a row's first token is computed along with the decoding rows; with unified KV all tokens
+    are computed together.
+    """
+    return int(decoding > 0) if split else -(decoding % TILE)
 
 
 def limit_scored(running: Iterable[Sequence], counts: dict[str, int], max_tokens: int) -> None:
@@ -230,9 +288,12 @@ def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
     """Shares of a step's prefill tokens between prompts that want `wanted` each, the first goes first.
 
     A prompt is ended or gets whole tiles (and `offset`); only the first gets less, if there is no more room.
+    Those at the end that get nothing may be missing.
     """
     shares: list[int] = []
     for want in wanted:
+        if not room:
+            break
         part = want
         if want > room:
             tiles = (room - offset) // TILE

@@ -51,7 +51,7 @@ class FollowingBatch:
         """While this batch is computed: the one after it, unless something else may be due."""
         self._steps += 1
         self._prepared = None
-        if len(batch.rows) != len(running) or batch.padding or self._steps % self.EVERY == 0:
+        if len(batch.rows) != len(running) or self._steps % self.EVERY == 0:
             return
         next_position = self._runner.next_position
         rows, tokens = [], []
@@ -66,7 +66,7 @@ class FollowingBatch:
             tokens.append([0])  # the token that it will get
             rows.append(Row(seq_id, position, tokens[-1], 1, row.sampler))
         if self._spec_decode.rests(len(rows), self._cost):
-            self._prepared = batch, Batch(tuple(rows)), tokens
+            self._prepared = batch, Batch(tuple(rows), padding=batch.padding), tokens
 
     def complete(self, batch: Batch, result: StepResult) -> Batch | None:
         """The batch after this one, with the tokens of its result; None: it is to be scheduled."""
@@ -229,9 +229,12 @@ class Scheduler(StepGroup[Sequence]):
         self._awaited.clear()
         limits = self.runner.limits
         loading = 0  # their slots are kept free: what is read is needed at once
-        for sequence in tuple(self.waiting):
-            free = min(len(self.pool.free), (limits.parallel or limits.sequences) - len(self.running))
-            if free <= loading:
+        first = self.waiting[: max(0, self._free_slots)]
+        for sequence in (
+            *(self.prefix_cache.order(first) if len(first) > 1 else first),
+            *self.waiting[len(first) :],
+        ):
+            if self._free_slots <= loading:
                 return
             if not self.layout.splits:
                 known = sum(len(other.tokens) for other in self.running.values())
@@ -249,6 +252,12 @@ class Scheduler(StepGroup[Sequence]):
                 self._awaited[match.origin.id] = min(shortest, sequence.pending)
                 continue
             self._start(sequence, match)
+
+    @property
+    def _free_slots(self) -> int:
+        """How many more sequences may run now."""
+        limits = self.runner.limits
+        return min(len(self.pool.free), (limits.parallel or limits.sequences) - len(self.running))
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""

@@ -55,6 +55,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     form: ClassVar[str] = ""
 
+    stream: Annotated[bool, about("Send server-sent events")] = False
     timeout: Annotated[
         Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None,
         about("Seconds from acceptance to the last token, then 504; the server's limit applies too", 30),

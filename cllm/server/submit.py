@@ -132,5 +132,6 @@ def make_request(
         priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)),
         tenant="" if http is None else http.scope["state"]["tenant"].name,
         reuse=body.cache_prompt,
+        streamed=body.stream,
         speculate=body.speculate,
     )

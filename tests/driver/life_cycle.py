@@ -210,13 +210,13 @@ class Explored:
 def small_scale() -> Iterator[None]:
     """Prefixes of a few tokens are reused, as long ones are elsewhere; failed steps are not logged."""
     prefix_cache: Any = importlib.import_module("cllm.core.kv_cache.prefix_cache")
-    before = prefix_cache.MIN_COPY_TOKENS, prefix_cache.MIN_RESTORE_TOKENS
-    prefix_cache.MIN_COPY_TOKENS = prefix_cache.MIN_RESTORE_TOKENS = 4
+    before = prefix_cache.MIN_PREFIX_TOKENS
+    prefix_cache.MIN_PREFIX_TOKENS = 4
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        prefix_cache.MIN_COPY_TOKENS, prefix_cache.MIN_RESTORE_TOKENS = before
+        prefix_cache.MIN_PREFIX_TOKENS = before
         logging.disable(logging.NOTSET)
 
 

@@ -283,6 +283,7 @@ ROWS = (
     Row("batch_tokens", "--batch-tokens 32", "hybrid"),
     Row("batch_tokens", "--batch-tokens 4096"),
     Row("target_itl_ms", "--target-itl-ms 1"),
+    Row("max_itl_ms", "--max-itl-ms 2000"),
     Row("unified_kv", "--unified-kv"),
     Row("unified_kv", "--unified-kv", "sliding"),
     Row("unified_kv", "--unified-kv", "recurrent"),

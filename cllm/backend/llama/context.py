@@ -130,6 +130,8 @@ class LlamaContext(Owned):
             request_tokens=request_tokens,
             batch_tokens=int(api.llama_n_batch(pointer)),
             unified=config.unified_kv,
+            target_itl_ms=config.target_itl_ms,
+            max_itl_ms=config.max_itl_ms,
             rollback_tokens=int(api.llama_n_rs_seq(pointer)),  # 0 where the architecture cannot
             embed=EmbedLimits(
                 tokens=embed_tokens,

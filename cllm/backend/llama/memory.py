@@ -25,7 +25,14 @@ from cllm.backend.llama.placement import (
     list_devices,
     mib,
 )
-from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
+from cllm.config import (
+    GPU_BATCH_TOKENS,
+    GPU_TARGET_ITL_MS,
+    TARGET_ITL_MS,
+    EngineConfig,
+    get_cache_ram_mb,
+    settle_itl,
+)
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
@@ -148,7 +155,7 @@ class MemoryFit:
         # A compiler each in the engine and in the tokenizer worker, which keeps no grammars.
         compiling = 2 * (header.vocabulary * GRAMMAR_TABLE_PER_TOKEN + GRAMMAR_SCRATCH)
         self.grammars = compiling + GRAMMAR_CACHE_BYTES
-        self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
+        self.states = max(get_cache_ram_mb(config), config.swap_space_mb) * _MIB
         # Everything in the host's memory, at its largest.
         embedding = 0 if self.placement.complete else self.embedding
         self.total = self.places[0].needed + embedding + self.grammars + self.states
@@ -267,14 +274,13 @@ class MemoryFit:
 
     def ready(self, config: EngineConfig) -> EngineConfig:
         """The configuration with what was chosen."""
-        placed, target = self.placement, config.target_itl_ms
+        placed = self.placement
         return msgspec.structs.replace(
-            config,
+            settle_itl(config, GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             parallel=self.parallel,
             ctx_size=self.cells,
             batch_tokens=self._config.batch_tokens,
             **self._placer.settings(placed),
-            target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             # The host looks up token vectors only; threads that poll would take cores from the sampler.
             threads=config.threads or (GPU_THREADS if placed.complete else 0),
             poll=0 if placed.complete and config.poll is None else config.poll,
@@ -376,6 +382,8 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     placed = f"{fit.placement.describe()}: " if devices else ""
     log.info("context: %s; memory: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
+    target, limit = config.target_itl_ms, config.max_itl_ms
+    log.info("inter-token target: %d ms, at most %d where it would cost over 3 %% of speed", target, limit)
     host = available_memory()
     if host is None or fit.total <= host:
         return config
@@ -386,6 +394,6 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     )
     return msgspec.structs.replace(
         config,
-        cache_ram_mb=min(config.cache_ram_mb, limit_mb),
+        cache_ram_mb=min(get_cache_ram_mb(config), limit_mb),
         swap_space_mb=min(config.swap_space_mb, limit_mb),
     )

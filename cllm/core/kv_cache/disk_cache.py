@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from cllm.core.kv_cache.cache_file import get_file_size, get_reason
 from cllm.core.kv_cache.disk_folder import CacheFolder, Contents, DiskEntry, Writing, remove, touch
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Match, PrefixTier
-from cllm.core.kv_cache.tiers import MIB, MIN_NEW_SHARE, Entry
+from cllm.core.kv_cache.tiers import MIB, Entry
 from cllm.core.step_cost import TILE
 from cllm.errors import CllmError, NotFound, StorageFailed
 
@@ -86,6 +86,7 @@ class Candidate(NamedTuple):
     tokens: Sequence[int]
     size: int  # of its state, predicted
     save_s: float  # how long `save` will hold up the owner thread, predicted
+    token_s: float  # to compute a token of it
     save: Callable[[], Entry | None]  # None if it is gone, or cannot be saved
 
 
@@ -340,7 +341,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         None where there is none, or in how many seconds one will be.
         """
         later_s = []
-        for candidate in self._choose(candidates, MIN_NEW_SHARE):
+        for candidate in self._choose(candidates):
             quiet_s = candidate.save_s / MAX_SAVE_SHARE
             if quiet_s > idle_s:
                 later_s.append(quiet_s - idle_s)
@@ -358,7 +359,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             wait([self.scanning], within_s)
         self._settle()
         before = set(self.entries)
-        chosen = self._choose(candidates, 0)
+        chosen = self._choose(candidates)
         while self.limit and self.scanning is None and (left_s := deadline - time.monotonic()) > 0:
             if self._write is None:
                 if (candidate := next(chosen, None)) is None:
@@ -377,16 +378,16 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self.limit = 0
         wait([last], max(0.0, within_s - self._disk.busy_s))  # not for a disk that does not answer
 
-    def _choose(self, candidates: Iterable[Candidate], min_share: int) -> Iterator[Candidate]:
-        """Those that are worth their writing; none that would push out what was used later."""
+    def _choose(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those that take longer to compute than to write; none that would push out what was used later."""
         total = 0
         for candidate in candidates:
             total += candidate.size
             if total > self._budget:
                 return
-            length = len(candidate.tokens)
-            least = max(TILE, length // min_share if min_share else 0)
-            if self.count_new(candidate.tenant, candidate.tokens) >= least:
+            writing_s = candidate.save_s + candidate.size * self._write_byte_s
+            new = self.count_new(candidate.tenant, candidate.tokens)
+            if new >= TILE and new * candidate.token_s > writing_s:  # fewer are not worth a file
                 yield candidate
 
     def _advance(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, Loading
 from cllm.core.kv_cache.disk_folder import DiskEntry
 from cllm.core.kv_cache.prefix_index import Match
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
-from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
+from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
 
 
@@ -26,6 +27,12 @@ class DiskLoader:
         self._device = device
         self._transfer = transfer
         self._host, self._cost = transfer.host, transfer.cost
+
+    @property
+    def _max_bytes(self) -> int:
+        """What a state may take in RAM for the moment in which it is written or restored."""
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(self._host.limit, free // 2)
 
     def take(self, sequence: Sequence) -> None:
         """The wait of a sequence is over, if it did wait: put what was read into RAM."""
@@ -56,8 +63,8 @@ class DiskLoader:
             return
         found = (
             match
-            for match in disk.matches(tenant, sequence.tokens[:-1], known + MIN_COPY_TOKENS)
-            if len(match.value.tokens) <= max_tokens and match.value.size <= self._host.limit
+            for match in disk.matches(tenant, sequence.tokens[:-1], known + 1)
+            if len(match.value.tokens) <= max_tokens and match.value.size <= self._max_bytes
         )
         best = max(found, key=self._gain_s, default=None)
         if best is None or self._gain_s(best) <= gain_s:
@@ -76,18 +83,18 @@ class DiskLoader:
 
     def candidates(self) -> Iterator[Candidate]:
         """What could be written to disk, as it is now: slots, then RAM, each most recently used first."""
+        token_s = self._transfer.token_s
         # Weakly: what is pushed out meanwhile is not kept by this.
         contents = [weakref.ref(content) for content in reversed(self._device.entries)]
         entries = [weakref.ref(entry) for entry in reversed(self._host.entries)]
         for content in filter(None, (known() for known in contents)):
             size = self._transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
-            if size > self._host.limit:  # what a state in RAM may take, if only for a moment
-                continue
-            save = partial(self._save, content)
-            yield Candidate(content.tenant, content.tokens, size, self._cost.save_s(size), save)
+            if size <= self._max_bytes:
+                save, save_s = partial(self._save, content), self._cost.save_s(size)
+                yield Candidate(content.tenant, content.tokens, size, save_s, token_s, save)
         for known in entries:
             if (entry := known()) is not None:
-                yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, known)
+                yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, token_s, known)
 
     def _save(self, content: SlotContent) -> Entry | None:
         """The slot may have been leased meanwhile."""

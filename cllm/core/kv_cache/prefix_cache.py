@@ -13,17 +13,25 @@ from typing import NamedTuple
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
 from cllm.core.kv_cache.layout import KVLayout, share_cells
-from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut, plan_stops, thin_checkpoints
+from cllm.core.kv_cache.prefix_index import (
+    CachedPrefix,
+    Checkpoint,
+    Match,
+    longest_cut,
+    plan_stops,
+    thin_checkpoints,
+)
 from cllm.core.kv_cache.slot_choice import SlotChoice
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
-from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
+from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
+from cllm.core.step_cost import TILE
 from cllm.errors import InvalidRequest, StorageFailed
 
 log = logging.getLogger(__name__)
 
-MIN_RESTORE_TOKENS = 16  # of a state in RAM only what it holds is moved, so a system prompt is worth it
+MIN_PREFIX_TOKENS = 8  # all prompts of a template begin alike; what more is worth follows from its price
 
 
 class PrefixMatch(NamedTuple):
@@ -57,7 +65,7 @@ class PrefixCache:
         self._transfer = transfer
         self._cost = transfer.cost
         self.host = transfer.host
-        self.device = DeviceKVCache(pool)
+        self.device = DeviceKVCache(pool, transfer.host.returns)
         self.loader = DiskLoader(disk, self.device, transfer)
         self._keeps = keeps
         self._across_tenants = across_tenants
@@ -77,7 +85,7 @@ class PrefixCache:
 
         Where the disk has more, the sequence is `loading` afterwards.
         """
-        if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS or sequence.swapped:
+        if not sequence.request.reuse or len(sequence.tokens) <= MIN_PREFIX_TOKENS or sequence.swapped:
             return None
         if sequence.unscored:  # its prompt is to be computed
             return None
@@ -95,21 +103,19 @@ class PrefixCache:
         if shared is None or cached is None:
             return shared or cached
         assert isinstance(shared.origin, Sequence)
-        if not shared.ready and (
-            shared.origin.num_computed < cached.length or shared.length < cached.length + MIN_COPY_TOKENS
-        ):
-            return cached  # waiting pays only if the source is ahead of what can be had at once, and goes far
+        if not shared.ready and shared.origin.num_computed < cached.length:
+            return cached  # waiting pays only if the source is ahead of what can be had at once
         # As good as each other before anything was measured: only in unified KV a copy is free.
         favourite = cached if self.layout.splits else shared
         return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        opening = sequence.tokens[:MIN_COPY_TOKENS]
+        opening = sequence.tokens[:MIN_PREFIX_TOKENS]
         tenant = self._key(sequence)
         matches = (
             self._match_source(sequence, other)
             for other in running
-            if other.tokens[:MIN_COPY_TOKENS] == opening
+            if other.tokens[:MIN_PREFIX_TOKENS] == opening
             and other.request.reuse
             and self._key(other) == tenant
         )
@@ -120,7 +126,7 @@ class PrefixCache:
             if match.ready or (isinstance(match.origin, Sequence) and match.origin.arrival < sequence.arrival)
         )
         best = max(useful, key=lambda match: match.length, default=None)
-        return best if best is not None and best.length >= MIN_COPY_TOKENS else None
+        return best if best is not None and best.length and self._gain_s(best, sequence) > 0 else None
 
     def _match_source(self, sequence: Sequence, other: Sequence) -> PrefixMatch:
         """What a running sequence has for this one; where its memory cannot be cut, at its checkpoints."""
@@ -140,7 +146,7 @@ class PrefixCache:
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
             for match in self._known(sequence, sequence.tokens[:-1])
-            if (cut := match.value.longest_cut(floor(match.length))).length >= MIN_RESTORE_TOKENS
+            if (cut := match.value.longest_cut(floor(match.length))).length >= MIN_PREFIX_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
         best = max(known, key=lambda match: (self._gain_s(match, sequence), match.length), default=None)
@@ -152,8 +158,8 @@ class PrefixCache:
     def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
         tenant = self._key(sequence)
-        slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)
-        states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)
+        slots = self.device.matches(tenant, tokens, MIN_PREFIX_TOKENS)
+        states = self.host.matches(tenant, tokens, MIN_PREFIX_TOKENS)
         return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
     def _gain_s(self, match: PrefixMatch, sequence: Sequence) -> float:
@@ -162,9 +168,11 @@ class PrefixCache:
         if isinstance(origin, Entry):
             cost = self._cost.restore_s(len(origin.state))
         else:
-            cost = self._transfer.copy_s(origin.num_computed)
+            cost = self._transfer.copy_s(max(origin.num_computed, match.length))
             if isinstance(origin, SlotContent):
                 cost = min(cost, self.slots.loss_s(origin, match.length, sequence))
+            elif not match.ready and (step := self._cost.step) is not None:
+                cost += step.ubatch  # it starts a step later, in one of its own
         return match.length * self._transfer.token_s - cost
 
     # Slots -----------------------------------------------------------------------------------------
@@ -180,10 +188,18 @@ class PrefixCache:
             needed = len(sequence.tokens) + 1
             needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
             self.slots.make_room(needed, running.values(), content)
-        if content is not None and self.slots.continues(content, length, sequence):
-            return self.slots.continue_slot(content, length, sequence, running)
-        restores = isinstance(origin, Entry) or sequence.swapped is not None
-        return self.slots.empty_slot(sequence, running, content, restores=restores)
+        return self.slots.choose(sequence, running, content, length)
+
+    def order(self, waiting: Iterable[Sequence]) -> list[Sequence]:
+        """Sequences that start together, shortest first: so those of equal length get neighbouring slots.
+
+        Those with a common opening stay in their order: one may wait for another's prefix.
+        """
+        groups: dict[tuple[str, *tuple[int, ...]], list[Sequence]] = {}
+        for sequence in waiting:
+            groups.setdefault((self._key(sequence), *sequence.tokens[:TILE]), []).append(sequence)
+        ordered = sorted(groups.values(), key=lambda group: len(group[0].tokens))
+        return [sequence for group in ordered for sequence in group]
 
     # Applying --------------------------------------------------------------------------------------
 
@@ -224,6 +240,8 @@ class PrefixCache:
             sequence.cached_from = "disk" if from_disk else "ram" if isinstance(origin, Entry) else "device"
             sequence.cached_from += "+checkpoint" if match.checkpoint is not None else ""
         sequence.loaded = None
+        if held and isinstance(origin, CachedPrefix) and len(origin.tokens) <= 2 * held:
+            self.device.returns.observe(origin.used, returned=True)
         self.hits += held > 0
         self.hit_tokens += held
         return len(origin.tokens) - held if in_place else 0
@@ -264,7 +282,7 @@ class PrefixCache:
         """What the slot of a sequence that ends is to be kept for; None if it is to be cleared."""
         if sequence.num_computed >= sequence.known:  # it has begun to answer
             self.slots.answer_tokens.observe(len(sequence.tokens) - len(sequence.request.prompt))
-        if not self._keeps or not sequence.request.reuse or sequence.num_computed < MIN_RESTORE_TOKENS:
+        if not self._keeps or not sequence.request.reuse or sequence.num_computed < MIN_PREFIX_TOKENS:
             return None
         try:
             if not self._runner.settle(sequence.seq_id):

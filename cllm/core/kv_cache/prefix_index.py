@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from cllm.backend.base import KVState
+from cllm.core.kv_cache.returns import Returns
 from cllm.core.step_cost import TILE
 
 TOKEN_BYTES = array("i").itemsize
@@ -37,7 +38,7 @@ class Cut(NamedTuple):
 class CachedPrefix:
     """The KV of exactly `tokens`, in some tier; without a checkpoint it can be cut to `min_length`."""
 
-    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "tenant", "tokens")
+    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "tenant", "tokens", "used")
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class CachedPrefix:
         self.tokens = array("i", tokens)
         self.checkpoints = checkpoints  # shortest first
         self.min_length = min_length
+        self.used = 0  # when it was last, as `Returns` counts; 0: not yet cached
 
     def longest_cut(self, common: int) -> Cut:
         """The longest prefix of the first `common` tokens that can be had of it; of length 0 if none."""
@@ -74,7 +76,8 @@ Prefix = TypeVar("Prefix", bound=CachedPrefix)
 class PrefixTier(Generic[Prefix]):
     """Cached prefixes, least recently used first. The same tokens of a tenant are kept once."""
 
-    def __init__(self) -> None:
+    def __init__(self, returns: Returns | None = None) -> None:
+        self.returns = returns or Returns()
         self.entries: OrderedDict[Prefix, None] = OrderedDict()
         self._indexes: dict[str, RadixIndex[Prefix]] = {}
 
@@ -90,12 +93,14 @@ class PrefixTier(Generic[Prefix]):
 
     def insert(self, entry: Prefix) -> None:
         """Add an entry; there must be none of the same tokens."""
+        entry.used = entry.used or self.returns.tick()
         self.entries[entry] = None
         self._indexes.setdefault(entry.tenant, RadixIndex()).insert(entry.tokens, entry)
 
     def touch(self, entry: Prefix) -> None:
         """It was of use: the last to be evicted now."""
         if entry in self.entries:
+            entry.used = self.returns.clock
             self.entries.move_to_end(entry)
 
     def remove(self, entry: Prefix) -> bool:

@@ -5,15 +5,22 @@ Preempted requests go first: they push cached prefixes out, never the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from cllm.backend.base import KVState
 from cllm.core.kv_cache.layout import CellSegment
-from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint, PrefixTier
+from cllm.core.kv_cache.prefix_index import (
+    MAX_MATCHES,
+    TOKEN_BYTES,
+    CachedPrefix,
+    Checkpoint,
+    PrefixTier,
+)
+from cllm.core.kv_cache.returns import Returns
 from cllm.core.slot_pool import SlotPool
 
 MIB = 1 << 20
-MIN_NEW_SHARE = 8  # a prefix that grew takes another's place only if an eighth of it is new
 
 
 class Entry(CachedPrefix):
@@ -45,7 +52,7 @@ def count_bytes(checkpoints: Sequence[Checkpoint]) -> int:
 
 
 class HostKVCache(PrefixTier[Entry]):
-    """Cached prefixes in RAM, least recently used out first.
+    """Cached prefixes in RAM. Of those used longest ago, the one goes first whose bytes are worth the least.
 
     Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more
     than the larger of the two together.
@@ -53,6 +60,7 @@ class HostKVCache(PrefixTier[Entry]):
 
     def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
         super().__init__()
+        self.value_s: Callable[[Entry], float] = lambda entry: entry.used  # seconds that it will save
         self.cached_limit = cached_limit
         self.swap_limit = swap_limit
         self.limit = max(cached_limit, swap_limit)
@@ -91,8 +99,23 @@ class HostKVCache(PrefixTier[Entry]):
         if self.remove(entry):
             self.cached_bytes -= entry.size
 
+    def _victims(self) -> Iterator[Entry]:
+        """Those used longest ago, the least valuable byte by byte first."""
+        yield from sorted(islice(self.entries, MAX_MATCHES), key=lambda each: self.value_s(each) / each.size)
+
+    def loss_s(self, size: int) -> float:
+        """Seconds that will be lost by what an entry of this size pushes out."""
+        lost_s, missing = 0.0, size - self.room
+        victims = self._victims() if missing > 0 else iter(())
+        while missing > 0 and (victim := next(victims, None)) is not None:
+            lost_s += self.value_s(victim)
+            missing -= victim.size
+        return lost_s
+
     def _evict(self) -> None:
-        self.drop(next(iter(self.entries)))
+        victim = next(self._victims())
+        self.returns.observe(victim.used, returned=False)
+        self.drop(victim)
         self.evictions += 1
 
     def hold_checkpoints(self, size: int) -> None:
@@ -146,10 +169,10 @@ class SlotContent(CachedPrefix):
 
 
 class DeviceKVCache(PrefixTier[SlotContent]):
-    """The contents of free slots, least recently used first."""
+    """The contents of free slots."""
 
-    def __init__(self, pool: SlotPool) -> None:
-        super().__init__()
+    def __init__(self, pool: SlotPool, returns: Returns) -> None:
+        super().__init__(returns)
         self.pool = pool
         self.by_slot: dict[int, SlotContent] = {}
         self.evictions = 0
@@ -172,18 +195,3 @@ class DeviceKVCache(PrefixTier[SlotContent]):
         """Forget a content and empty its slot."""
         if self.remove(entry):
             self.pool.clear(entry.seq_id)
-
-    def exchange(self, first: int, second: int) -> None:
-        """The contents of two slots are exchanged."""
-        contents = (self.by_slot.pop(first, None), self.by_slot.pop(second, None))
-        for content, seq_id in zip(contents, (second, first), strict=True):
-            if content is not None:
-                content.seq_id = seq_id
-                self.by_slot[seq_id] = content
-
-    def empty_slots(self) -> list[int]:
-        return sorted(self.pool.free - self.by_slot.keys())
-
-    def next_victim(self, keep: SlotContent | None = None) -> SlotContent | None:
-        """The content to be evicted next, other than `keep`."""
-        return next((content for content in self.entries if content is not keep), None)

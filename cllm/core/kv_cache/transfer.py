@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from cllm.backend.base import KVState, ModelRunner
-from cllm.core.kv_cache.tiers import (
-    MIN_NEW_SHARE,
-    Entry,
-    HostKVCache,
-    SlotContent,
-    count_bytes,
-    get_entry_size,
-)
+from cllm.core.kv_cache.tiers import Entry, HostKVCache, SlotContent, count_bytes, get_entry_size
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import MILLISECOND, TILE
+from cllm.core.step_cost import MILLISECOND
 
 log = logging.getLogger(__name__)
-
-MIN_COPY_TOKENS = TILE  # computing fewer costs no more than copying a KV stream
 
 
 class KVTransfer:
@@ -29,7 +21,6 @@ class KVTransfer:
     Both share the host cache's byte budget. What does not fit, or cannot be saved, is recomputed.
     """
 
-    MAX_SAVE_COST = 0.5  # of the time to compute what is new in a state
     DEFAULT_TOKEN_S = MILLISECOND  # to compute a token, until it was measured
 
     def __init__(self, runner: ModelRunner, budget: PrefillBudget, host: HostKVCache) -> None:
@@ -37,6 +28,7 @@ class KVTransfer:
         self._budget = budget
         self.cost = budget.cost
         self.host = host
+        host.value_s = self.value_s
         self.cuttable = not (runner.info.recurrent or runner.info.sliding_window)
         # Where a copy from slot to slot only names the same cells once more.
         self.copies_free = self.cuttable and runner.limits.unified
@@ -66,10 +58,6 @@ class KVTransfer:
         """Seconds to save a state and to restore it."""
         return self.cost.save_s(size) + self.cost.restore_s(size)
 
-    def can_move(self, size: int) -> bool:
-        """Whether a state may be moved while others wait: in RAM, and within the inter-token target."""
-        return size <= self.host.limit and self.move_s(size) <= self._budget.target_s
-
     def copy_s(self, tokens: int) -> float:
         """Seconds to copy what a slot holds to another: the whole KV stream, or by way of RAM."""
         if self.copies_free:
@@ -83,12 +71,41 @@ class KVTransfer:
             return measured
         return self.cost.restore_s(self.state_bytes(self.runner.limits.sequence_cells))
 
+    def relocate_s(self, tokens: int) -> float:
+        """Seconds to bring what a slot holds to another; infinite where others would wait too long."""
+        if self.runner.stream_copy_s is not None and self.cuttable:
+            return self.runner.stream_copy_s
+        seconds, budget = self.move_s(self.state_bytes(tokens)), self._budget
+        return seconds if seconds <= budget.max_overrun * budget.target_s else math.inf
+
+    def relocate(self, source: int, target: int, position: int) -> bool:
+        """Bring what a slot holds to an empty one as well; False if that fails."""
+        try:
+            if self.runner.stream_copy_s is not None and self.cuttable:
+                return self.runner.copy(source, target, position) == position
+            state = self.save(source)
+            restored = state is not None and self.restore(target, state)
+            return restored and self.runner.next_position(target) == position
+        except Exception:
+            log.exception("what slot %d holds could not be moved", source)
+            return False
+
+    def value_s(self, entry: Entry) -> float:
+        """Seconds that a state in RAM will save, by the chance that it returns."""
+        saved_s = len(entry.tokens) * self.token_s - self.cost.restore_s(entry.size)
+        return self.host.returns.chance(entry.used) * saved_s
+
     def loss_s(self, content: SlotContent, keep: int = 0) -> float:
-        """Seconds it will take to have again what is lost when a slot is cut to its first `keep` tokens."""
-        computing = (len(content.tokens) - keep) * self.token_s
+        """Seconds that will be lost when a slot is cut to its first `keep` tokens.
+
+        What is lost takes time only if it returns; it may be saved to RAM for that.
+        """
+        chance = self.host.returns.chance(content.used)
+        computing_s = chance * (len(content.tokens) - keep) * self.token_s
         size = self.state_bytes(len(content.tokens))
-        stored = content.mostly_beyond(keep) and self.host.could_hold(size)
-        return min(computing, self.move_s(size)) if stored else computing
+        if not content.mostly_beyond(keep) or not self.host.could_hold(size):
+            return computing_s
+        return min(computing_s, self.cost.save_s(size) + chance * self.cost.restore_s(size))
 
     # Slots and RAM ---------------------------------------------------------------------------------
 
@@ -121,37 +138,40 @@ class KVTransfer:
 
     # Prefixes --------------------------------------------------------------------------------------
 
-    def offload(self, content: SlotContent, *, others: bool) -> None:
+    def offload(self, content: SlotContent, *, others: bool) -> bool:
         """Keep in RAM what a slot holds, if that pays; the slot is about to be cut or cleared.
 
-        `others` are running and wait meanwhile: never longer than the inter-token target.
+        `others` are running and wait meanwhile: never longer than a step may take. False if it is lost.
         """
         length, host = len(content.tokens), self.host
-        if length < MIN_COPY_TOKENS or not host.cached_limit:
-            return
-        known = host.matches(content.tenant, content.tokens, MIN_COPY_TOKENS)
+        if not host.cached_limit:
+            return False
+        known = host.matches(content.tenant, content.tokens, 1)
         cuts = {match.value: match.value.longest_cut(match.length).length for match in known}
         best = max(cuts, key=lambda entry: cuts[entry], default=None)
         new = length - (cuts[best] if best is not None else 0)
-        if best is not None and new < MIN_COPY_TOKENS:
+        if best is not None and not new:
             host.touch(best)
-            return
+            return True
         size = get_entry_size(length, self.state_bytes(length) + count_bytes(content.checkpoints))
-        if not host.could_hold(size) or not self._pays(size, new, others=others):
-            return
-        crowded = size > host.room and new * MIN_NEW_SHARE < length
-        if (self.cuttable and host.covered(content)) or not crowded:
-            self.save_entry(content)
+        replaced = sum(other.size for other in host.covered(content)) if self.cuttable else 0
+        if host.could_hold(size) and self._pays(content, size, new, size - replaced, others=others):
+            return self.save_entry(content) is not None
+        if best is not None:
+            host.touch(best)
+        return 2 * new < length
 
-    def _pays(self, size: int, new: int, *, others: bool) -> bool:
-        seconds = self.cost.save_s(size)
-        spent = self.seconds - self.step_began_s
-        if others and spent + seconds > self._budget.target_s:
+    def _pays(self, content: SlotContent, size: int, new: int, more: int, *, others: bool) -> bool:
+        """Whether saving a state takes less than it will save, and less than what it pushes out would."""
+        seconds, chance = self.cost.save_s(size), self.host.returns.chance(content.used)
+        spent_s, budget = self.seconds - self.step_began_s, self._budget
+        if others and spent_s + seconds > budget.max_overrun * budget.target_s:
             return False
-        if seconds > self.MAX_SAVE_COST * new * self.token_s:
+        gained_s = chance * (new * self.token_s - self.cost.restore_s(size) * new / len(content.tokens))
+        if seconds >= gained_s:
             self.cost.doubt_transfers()
             return False
-        return True
+        return self.host.loss_s(more) < gained_s - seconds
 
     def copies_through_ram(self, tokens: int) -> bool:
         """Whether saving and restoring a state are quicker than copying a KV stream, or the only way.
@@ -179,7 +199,10 @@ class KVTransfer:
         # Of a sliding window, the state has only what the next token looks back on.
         cuttable = self.cuttable or length <= self.runner.info.sliding_window
         min_length = 0 if cuttable else length
-        return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length, content.position)
+        held = (content.checkpoints, min_length, content.position)
+        entry = Entry(content.tenant, content.tokens, state, *held)
+        entry.used = content.used
+        return entry
 
     def save_entry(self, content: SlotContent) -> Entry | None:
         """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""

@@ -301,7 +301,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     stop_sequences: Annotated[
         tuple[StopText, ...], about("Stop strings; they are not part of the answer", ["\n\n"], max_length=16)
     ] = ()
-    stream: Annotated[bool, about("Answer as server-sent events")] = False
     metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
     def __post_init__(self) -> None:

@@ -55,7 +55,6 @@ class GenerateBody(GenerationBody, frozen=True, kw_only=True):
         about("Maximum number of tokens to generate; clamped to what fits; -1: as many as fit"),
     ] = 256
     stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
-    stream: Annotated[bool, about("Send server-sent events")] = False
 
     def __post_init__(self) -> None:
         self.set_limit("max_tokens")
@@ -238,7 +237,9 @@ async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | 
 async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt as server-sent events."""
     engine = await use_engine(http, body.model, stream=True, timeout_s=body.timeout)
-    stream = engine.submit(await _make_request(engine, body, http), AsyncOutputStream)
+    stream = engine.submit(
+        await _make_request(engine, msgspec.structs.replace(body, stream=True), http), AsyncOutputStream
+    )
     return EventStream(engine, [stream], events(stream))
 
 

@@ -83,7 +83,6 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
         Stop | Annotated[tuple[Stop, ...], Meta(max_length=16)],
         about("Texts that end the answer and are not part of it; an empty one is none", ["\n\n"]),
     ] = ()
-    stream: Annotated[bool, about("Send server-sent events")] = False
     n_probs: Annotated[
         int, about("Log-probabilities of this many most likely tokens; 0: none", ge=0, le=MAX_PROBS)
     ] = 0
@@ -381,6 +380,13 @@ class Modalities(msgspec.Struct, frozen=True):
     audio: bool = False
 
 
+class InterToken(msgspec.Struct, frozen=True):
+    """Inter-token latency beside prefill: what is kept, and what it may be where that costs throughput."""
+
+    target_ms: int
+    max_ms: int
+
+
 class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/props`."""
 
@@ -400,6 +406,7 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str
     build_info: str
     is_sleeping: bool = False
+    inter_token: InterToken
     media_marker: str = ""
     ui: bool = False
     ui_settings: dict[str, Any] = {}
@@ -441,6 +448,7 @@ PROPS_EXAMPLE = LlamaProps(
     bos_token="<s>",
     eos_token="</s>",
     build_info="cllm 0.1.0",
+    inter_token=InterToken(250, 1000),
 )
 
 

@@ -434,6 +434,7 @@ async def props(http: HttpRequest) -> shapes.LlamaProps:
         eos_token=info.end_text,
         build_info=f"cllm {__version__}",
         is_sleeping=model.health is Health.SLEEPING,
+        inter_token=shapes.InterToken(limits.target_itl_ms, limits.max_itl_ms),
     )
 
 

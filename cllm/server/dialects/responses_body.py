@@ -256,7 +256,6 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     include: Annotated[
         tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
     ] = ()
-    stream: Annotated[bool, about("Answer as server-sent events")] = False
     store: Annotated[
         bool, about("Keep the response for `previous_response_id`, while there is room for it")
     ] = True

@@ -19,7 +19,7 @@ from cllm.backend.llama.dry_load import DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.placement import DEVICE_RESERVE, Device, Placer
-from cllm.config import EngineConfig, target_itl_s
+from cllm.config import EngineConfig, settle_itl
 from cllm.errors import ConfigError, NotEnoughMemory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -198,7 +198,8 @@ def test_the_inter_token_target_follows_the_placement(dense: GgufHeader) -> None
     targets = [ready_of(dense, cards(*free)).target_itl_ms for free in ((24,), (4,), ())]
     assert targets == [50, 250, 250]
     assert ready_of(dense, cards(24), target_itl_ms=80).target_itl_ms == 80
-    assert target_itl_s(EngineConfig()) == 0.25 and target_itl_s(ready_of(dense, cards(24))) == 0.05
+    for config, target in ((settle_itl(EngineConfig()), 250), (ready_of(dense, cards(24)), 50)):
+        assert (config.target_itl_ms, config.max_itl_ms) == (target, 4 * target)
 
 
 def test_threads_do_not_poll_with_all_layers_on_gpus(dense: GgufHeader) -> None:

@@ -35,5 +35,4 @@ def start(tmp_path: Path) -> Start:
 @pytest.fixture
 def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes of four tokens are shared."""
-    monkeypatch.setattr(prefix_cache, "MIN_COPY_TOKENS", 4)
-    monkeypatch.setattr(prefix_cache, "MIN_RESTORE_TOKENS", 4)
+    monkeypatch.setattr(prefix_cache, "MIN_PREFIX_TOKENS", 4)

@@ -112,8 +112,8 @@ def words(seed: int, length: int = 100) -> tuple[int, ...]:
     return tuple(source.randrange(1000) for _ in range(length))
 
 
-def candidate(entry: Entry, save_s: float = 0.0) -> Candidate:
-    return Candidate(entry.tenant, entry.tokens, get_file_size(entry), save_s, lambda: entry)
+def candidate(entry: Entry, save_s: float = 0.0, token_s: float = 1.0) -> Candidate:
+    return Candidate(entry.tenant, entry.tokens, get_file_size(entry), save_s, token_s, lambda: entry)
 
 
 # What is kept ----------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_nothing_is_written_before_it_is_quiet(tmp_path: Path) -> None:
         saves.append(1)
         return make(words(1))
 
-    waiting = [Candidate("", words(1), 300, 0.0, save)]
+    waiting = [Candidate("", words(1), 300, 0.0, 1.0, save)]
     assert tier.idle(waiting, 0.5) == disk_cache.QUIET_S - 0.5 and not saves
     tier.write(candidates=waiting)
     assert len(saves) == 1, "it is known now"
@@ -265,8 +265,8 @@ def test_only_what_is_worth_it_is_written(tmp_path: Path) -> None:
     tier.write(
         candidates=[
             candidate(make(words(2, TILE - 1))),  # too short
-            candidate(make(grown[:750])),  # little of it is new
-            Candidate("", words(4), 300, 0.0, lambda: None),  # cannot be saved
+            candidate(make(grown), save_s=1.0, token_s=1e-3),  # saving takes longer than the new ones do
+            Candidate("", words(4), 300, 0.0, 1.0, lambda: None),  # cannot be saved
         ]
     )
     assert tier.writes == 1

@@ -12,7 +12,7 @@ from tests.driver.life_cycle import WORLDS, World, explore, small_scale
 
 # From the start; from two running requests and one that waits; from cached slots.
 STARTS = {
-    (): (3, 170, 115),
+    (): (3, 170, 105),
     ("add r0", "add r1", "add r2", "step", "step"): (2, 55, 38),
     ("add r0", *["step"] * 8): (3, 125, 60),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Any
 
@@ -13,9 +14,19 @@ from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
-from tests.unit.core.test_slot_choice import failing
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
+
+
+def failing(call: str, number: int) -> tuple[Callable[[int, str], Exception | None], list[str]]:
+    """One native call of this name fails: the first, the second, …; and all of them that were made."""
+    seen: list[str] = []
+
+    def fail(_: int, name: str) -> Exception | None:
+        seen.extend([name] * (name == call))
+        return RuntimeError("native") if name == call and len(seen) == number else None
+
+    return fail, seen
 
 
 class Talk(StepDriver):
@@ -69,12 +80,15 @@ def test_different_questions_share_the_common_part_from_either() -> None:
     assert len(talk.prefix_cache.device.entries) == 3
 
 
-def test_what_brings_little_new_is_not_offloaded() -> None:
-    talk = Talk()
+@pytest.mark.parametrize(("save_s", "kept"), [(0.0, 6), (1.0, 1)])
+def test_what_brings_little_new_is_offloaded_where_saving_is_quick(save_s: float, kept: int) -> None:
+    talk = Talk(learns=True)
     for letter in b"abcdef":
         talk.ask(SYSTEM + (letter,) * 20)
         talk.offload()
-    assert len(talk.host_cache.entries) == 1 and talk.total("prefix_saves") == 1
+        for _ in range(9):
+            talk.scheduler.budget.cost.observe_transfer(1000, save_s, restore=False)
+    assert len(talk.host_cache.entries) == kept
 
 
 def test_tenants_share_nothing_unless_configured() -> None:
@@ -325,7 +339,7 @@ def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     assert slots.evict_one(others=False) and talk.host_cache.entries, "none waited"
 
 
-@pytest.mark.parametrize(("common", "taken"), [(8, 0), (15, 0), (16, 16), (30, 30), (63, 63)])
+@pytest.mark.parametrize(("common", "taken"), [(5, 0), (7, 0), (8, 8), (30, 30), (63, 63)])
 def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) -> None:
     talk = Talk()
     system = b"you are a helpful assistant who answers in short and clear sentences."[:common]

@@ -1,16 +1,15 @@
-"""Which slot a sequence gets: what is continued, copied, evicted and moved for it."""
+"""Which slot a sequence gets: what is continued, copied and evicted for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cllm.core.kv_cache.slot_choice import count_runs, densest
 from cllm.core.step_cost import StepCost, StepCostModel
 from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver, words
+from tests.unit.core.test_prefix_cache import failing
 
 SYSTEM = words(1, 200)
 
@@ -99,70 +98,95 @@ def next_turn(seed: int) -> tuple[int, ...]:
 
 
 EXPENSIVE_PASS = StepCost(1.0, 1e-3, 1e-3, 0.0)
-CHEAP_PASS = StepCost(1e-9, 1e-3, 1e-3, 0.0)
+
+
+@pytest.mark.parametrize(("step", "slot"), [(EXPENSIVE_PASS, 3), (StepCost(1e-9, 1e-3, 1e-3, 0.0), 0)])
+def test_a_new_sequence_runs_next_to_the_others_where_gaps_cost_more(step: StepCost, slot: int) -> None:
+    slots = Slots(step=step)
+    for seed in range(5):
+        slots.ask(words(seed, 100))
+    slots.add(next_turn(2), 300, ignore_eos=True)
+    slots.step(3)
+    assert list(slots.scheduler.running) == [2]
+    slots.add(words(30, 100), 100, ignore_eos=True)
+    slots.step(2)
+    assert sorted(slots.scheduler.running) in ([2, slot], [slot, 2], [2, 5], [1, 2])
+    slots.finish()
+
+
+def test_a_conversation_is_not_evicted_for_a_gap_that_padding_closes() -> None:
+    """On a GPU a padding row is cheap, and a conversation takes long to compute again."""
+    slots = Slots(step=StepCost(6e-3, 1e-3, 1e-6, 0.0))
+    slots.host_cache.cached_limit = slots.host_cache.limit = 0
+    for seed in range(6):
+        slots.ask(words(seed, 300))
+    slots.add(words(30, 100), 100, ignore_eos=True)
+    slots.add(words(31, 100), 100, ignore_eos=True)
+    slots.finish()
+    assert slots.prefix_cache.device.evictions == 0
+    slots.add(next_turn(0), 100)
+    slots.finish()
+
+
+def test_of_two_conversations_the_shorter_one_is_evicted() -> None:
+    slots = Slots(sequences=2, step=StepCost(1e-3, 1e-3, 1e-3, 0.0))
+    slots.host_cache.cached_limit = slots.host_cache.limit = 0
+    long, short = words(1, 600), words(2, 50)
+    slots.ask(long)
+    slots.ask(short)
+    slots.ask(words(3, 50))
+    assert slots.usage(slots.ask(long)).cached_tokens == 599, "it was used longer ago, but costs more"
+
+
+def test_prompts_that_start_together_get_slots_by_their_length() -> None:
+    slots = Slots()
+    lengths = [90, 30, 70, 50]
+    for number, length in enumerate(lengths):
+        slots.add(words(number, length), 20, ignore_eos=True)
+    slots.step()
+    running = slots.scheduler.running
+    assert [len(running[seq_id].request.prompt) for seq_id in sorted(running)] == sorted(lengths)
+    slots.finish()
 
 
 class DeviceSlots(Slots):
-    """A GPU: a KV stream is copied in a tenth of a millisecond, and a gap costs a second."""
+    """A GPU: a KV stream is copied in a tenth of a millisecond."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"step": EXPENSIVE_PASS, **settings})
+        super().__init__(**settings)
         self.runner.stream_copy_s = 1e-4
 
 
-LAYOUTS = pytest.mark.parametrize(
-    ("make", "step", "moves"),
-    [(Slots, EXPENSIVE_PASS, True), (Slots, CHEAP_PASS, False), (DeviceSlots, EXPENSIVE_PASS, True)],
-)
-
-
-@LAYOUTS
-def test_a_slot_is_moved_next_to_the_running_ones_where_gaps_cost_more(
-    make: type[Slots], step: StepCost, moves: bool
-) -> None:
-    slots = make(step=step)
-    for seed in range(8):
-        slots.ask(words(seed, 100))
-    running = slots.add(next_turn(0), 300, ignore_eos=True)
-    slots.step(3)
-    (first,) = slots.scheduler.running
-    far = slots.add(next_turn(7), 100, ignore_eos=True)
-    slots.step(2)
-    ids = sorted(slots.scheduler.running)
-    assert first in ids and len(ids) == 2
-    assert (count_runs(ids) == 1) == moves
-    slots.finish()
-    for name, prompt in ((running, next_turn(0)), (far, next_turn(7))):
-        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
-        assert slots.usage(name).cached_tokens == 107
-    # Copies on a device need an empty slot; what made room was copied, too.
-    assert slots.prefix_cache.device.evictions == (make is DeviceSlots)
-    assert slots.usage(slots.ask(words(6, 100))).cached_tokens == 99
-
-
-def failing(call: str, number: int) -> tuple[Callable[[int, str], Exception | None], list[str]]:
-    """One native call of this name fails: the first, the second, …; and all of them that were made."""
-    seen: list[str] = []
-
-    def fail(_: int, name: str) -> Exception | None:
-        seen.extend([name] * (name == call))
-        return RuntimeError("native") if name == call and len(seen) == number else None
-
-    return fail, seen
-
-
-def test_a_move_that_would_keep_others_waiting_too_long_is_left() -> None:
-    slots = Slots(step=EXPENSIVE_PASS, target_itl_ms=1)
-    cost = slots.scheduler.budget.cost
-    cost.frozen = False
-    for _ in range(9):
-        cost.observe_transfer(1000, 0.01, restore=False)
-    cost.frozen = True
-    for n in range(4):
-        slots.add(words(n, 100), 10 if n == 1 else 80, ignore_eos=True)
-    while slots.answers["r1"].finish_reason is None:
+def leave_gap(slots: Slots) -> list[str]:
+    """Four run, and the second is done first."""
+    names = [slots.add(words(n, 100), 10 if n == 1 else 80, ignore_eos=True) for n in range(4)]
+    while slots.answers.get(names[1]) is None or slots.answers[names[1]].finish_reason is None:
         slots.step()
     slots.step(2)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("make", "ubatch_s", "ids"),
+    [(Slots, 1.0, [0, 1, 2]), (Slots, 1e-9, [0, 2, 3]), (DeviceSlots, 1.0, [0, 1, 2])],
+)
+def test_a_gap_is_closed_where_it_costs_more_than_what_lies_there(
+    make: type[Slots], ubatch_s: float, ids: list[int]
+) -> None:
+    slots = make(step=StepCost(ubatch_s, 1e-3, 1.0, 0.0))
+    names = leave_gap(slots)
+    assert sorted(slots.scheduler.running) == ids
+    slots.finish()
+    for number, name in enumerate(names):
+        count = len(slots.answers[name].tokens)
+        assert slots.text(name) == expected_text(words(number, 100), count, ends=False)
+    assert slots.usage(slots.ask(words(1, 100))).cached_tokens == 99, "what lay in the gap was kept"
+
+
+def test_a_conversation_worth_more_than_a_gap_is_left_alone() -> None:
+    slots = DeviceSlots(step=StepCost(1e-4, 1e-3, 1e-4, 0.0))
+    slots.host_cache.cached_limit = slots.host_cache.limit = 0
+    leave_gap(slots)
     assert sorted(slots.scheduler.running) == [0, 2, 3]
     slots.finish()
 
@@ -170,119 +194,17 @@ def test_a_move_that_would_keep_others_waiting_too_long_is_left() -> None:
 @pytest.mark.parametrize(
     ("make", "call"),
     [
-        *((Slots, call) for call in ("save", "restore", "truncate")),
+        *((Slots, call) for call in ("save", "restore", "truncate", "next_position")),
         *((DeviceSlots, call) for call in ("copy", "truncate", "next_position")),
     ],
 )
 def test_a_move_that_fails_costs_a_recompute_at_most(make: type[Slots], call: str) -> None:
     for number in range(1, 12):
-        slots = make(step=EXPENSIVE_PASS)
-        for seed in range(8):
-            slots.ask(words(seed, 100))
-        slots.add(next_turn(0), 60, ignore_eos=True)
-        slots.add(next_turn(3), 20, ignore_eos=True)
-        slots.step(3)
-        slots.fake.fail, _ = failing(call, number)
-        slots.add(next_turn(7), 30, ignore_eos=True)
-        slots.run()
-        slots.check_end()
-
-
-@LAYOUTS
-def test_a_gap_that_one_has_left_is_closed_where_it_costs_more(
-    make: type[Slots], step: StepCost, moves: bool
-) -> None:
-    slots = make(step=step)
-    prompts = [words(seed, 100) for seed in range(4)]
-    names = [slots.add(prompt, 10 if n == 1 else 80, ignore_eos=True) for n, prompt in enumerate(prompts)]
-    while slots.answers[names[1]].finish_reason is None:
-        slots.step()
-    slots.step(2)
-    assert sorted(slots.scheduler.running) == ([0, 1, 2] if moves else [0, 2, 3])
-    slots.finish()
-    for name, prompt in zip(names, prompts, strict=True):
-        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
-    again = slots.ask(prompts[1])
-    assert slots.usage(again).cached_tokens == 99, "what lay in the gap was kept, too"
-
-
-@pytest.mark.parametrize("call", ["save", "restore", "truncate", "next_position"])
-def test_a_running_sequence_survives_a_move_that_fails(call: str) -> None:
-    for number in range(1, 12):
-        slots = Slots(step=EXPENSIVE_PASS)
+        slots = make(step=StepCost(1.0, 1e-3, 1.0, 0.0))
         for n in range(4):
             slots.add(words(n, 100), 10 if n == 1 else 40, ignore_eos=True)
-        while slots.answers["r1"].finish_reason is None:
+        while slots.answers.get("r1") is None or slots.answers["r1"].finish_reason is None:
             slots.step()
         slots.fake.fail, _ = failing(call, number)
         slots.run()
         slots.check_end()
-
-
-def test_runs_and_the_densest_id() -> None:
-    assert count_runs([]) == 0 and count_runs([0, 1, 2]) == 1 and count_runs([0, 2, 3, 7]) == 3
-    assert densest({0, 5, 9}, {6, 7}) == 5
-    assert densest({0, 9}, set()) == 0
-    assert densest({3, 8}, {2, 4}) == 3
-
-
-# Copies on the device -----------------------------------------------------------------------------
-
-
-def test_on_a_device_what_is_evicted_makes_room_where_the_others_run() -> None:
-    slots = DeviceSlots()
-    for seed in (3, 1, 7, 0, 6, 2, 5, 4):
-        slots.ask(words(seed, 100))
-    names = [slots.add(words(20 + seed, 100), 60, ignore_eos=True) for seed in range(4)]
-    slots.step(12)
-    assert len(slots.scheduler.running) == 4 and count_runs(slots.scheduler.running) == 1
-    slots.finish()
-    for seed, name in enumerate(names):
-        assert slots.text(name) == expected_text(words(20 + seed, 100), 60, ends=False)
-    for seed in (4, 5, 2, 6):
-        assert slots.usage(slots.ask(words(seed, 100))).cached_from == "device", "the latest used are left"
-
-
-@pytest.mark.parametrize(
-    "step", [StepCost(0.01, 0, 0, 0), StepCost(0, 0, 3e-3, 0), StepCost(0, 0, 0, 3e-5), StepCost(0, 0, 0, 0)]
-)
-def test_on_a_device_a_gap_costs_a_step_however_the_fit_explains_one(step: StepCost) -> None:
-    """Steps that are all alike do not tell ubatches from rows, nor these from cells."""
-    slots = Slots(cost=StepCostModel(records=True, known=step, frozen=True))
-    slots.runner.stream_copy_s = 1e-3
-    names = [slots.add(words(n, 100), 10 if n == 1 else 80, ignore_eos=True) for n in range(4)]
-    while slots.answers[names[1]].finish_reason is None:
-        slots.step()
-    slots.step(2)
-    assert sorted(slots.scheduler.running) == ([0, 1, 2] if any(step) else [0, 2, 3])
-    slots.finish()
-
-
-def test_an_answer_longer_than_others_were_goes_on_for_as_long() -> None:
-    slots = DeviceSlots(sequences=12)
-    for seed in range(8):
-        slots.ask(words(seed, 20), 2)
-    slots.runner.stream_copy_s = 0.01  # a padding row costs a tenth of that
-    names = [slots.add(words(20 + n, 20), 4 if n == 1 else 80, ignore_eos=True) for n in range(3)]
-    while slots.answers[names[1]].finish_reason is None:
-        slots.step()
-    slots.step(2)
-    assert count_runs(slots.scheduler.running) == 2
-    slots.step(30)
-    assert count_runs(slots.scheduler.running) == 1
-    slots.finish()
-
-
-@pytest.mark.parametrize(("copy_s", "runs"), [(1e-4, 1), (1e9, 2)])
-def test_a_whole_run_is_moved_where_no_single_move_would_close_the_gap(copy_s: float, runs: int) -> None:
-    slots = DeviceSlots(sequences=12)
-    slots.runner.stream_copy_s = copy_s
-    counts = [8 if 3 <= seed < 8 else 90 for seed in range(12)]
-    names = [slots.add(words(seed, 30), count, ignore_eos=True) for seed, count in enumerate(counts)]
-    while not slots.answers or any(slots.answers[name].finish_reason is None for name in names[3:8]):
-        slots.step()
-    slots.step(4)
-    assert len(slots.scheduler.running) == 7 and count_runs(slots.scheduler.running) == runs
-    slots.finish()
-    for seed, (name, count) in enumerate(zip(names, counts, strict=True)):
-        assert slots.text(name) == expected_text(words(seed, 30), count, ends=False)
