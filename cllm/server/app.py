@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
     ".json": JSON,
 }
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -128,13 +129,26 @@ def _list_methods(path: str) -> Sequence[str]:
 
 
 class StaticFile:
-    """A file as it is sent: plain and compressed, with its ETag and the strict content policy."""
+    """A file as it is sent: plain and compressed, with its ETag and the strict content policy.
+
+    It is read and compressed when it is first asked for: most visits need no formulas.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._plain = path.read_bytes()
-        self.compressed = gzip.compress(self._plain, 9, mtime=0)
-        self._headers = {
-            "Content-Type": _TYPES[path.suffix],
+        self._path = path
+
+    @cached_property
+    def _plain(self) -> bytes:
+        return self._path.read_bytes()
+
+    @cached_property
+    def compressed(self) -> bytes:
+        return gzip.compress(self._plain, 9, mtime=0)
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        return {
+            "Content-Type": _TYPES[self._path.suffix],
             "ETag": f'"{hashlib.sha256(self._plain).hexdigest()[:24]}"',
             "Cache-Control": "no-cache",  # kept, and asked for again: 304 unless it has changed
             "Content-Security-Policy": POLICY,
@@ -154,7 +168,7 @@ class StaticFile:
 
 @cache
 def read_files() -> dict[str, StaticFile]:
-    """Every file of the page, by its path in the folder; read and compressed once."""
+    """Every file of the page, by its path in the folder."""
     found = sorted(path for path in FOLDER.rglob("*") if path.suffix in _TYPES)
     return {str(path.relative_to(FOLDER)): StaticFile(path) for path in found}
 

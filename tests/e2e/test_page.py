@@ -143,6 +143,28 @@ def test_regenerate_and_edit_are_branches_and_history_lasts(visit: Visit) -> Non
     assert page.locator("#conversations li").count() == 0
 
 
+def test_text_json_code_and_formulas_are_shown_as_written(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("Roses are red\nViolets are __init__\n<b>\n\n1 < 2 for $5 or $6"))
+    assert visitor.answer == "Roses are red\nViolets are __init__\n<b>\n\n1 < 2 for $5 or $6"
+    text = json.dumps({"name": "__init__", "body": "*a* <b>\n# c"})
+    visitor.ask(say(text))
+    assert page.locator(".code pre").last.inner_text().strip() == text
+    before = [url for url in visitor.requests if "highlight" in url or "katex" in url.lower()]
+    assert [url.rpartition("/")[2] for url in before] == ["highlight.min.js"], "only what was needed"
+    visitor.ask(
+        say("```python\ndef f(): return 'a'\n```\n\nInline $a_1^2$ and \\(b\\).\n\n$$\n\\frac{1}{2}\n$$\n")
+    )
+    page.wait_for_selector(".math-display .katex-display")
+    assert page.locator(".math-inline .katex").count() == 2
+    assert page.locator(".hljs-keyword").first.inner_text() == "def"
+    assert page.locator(".code pre").last.inner_text().strip() == "def f(): return 'a'"
+    visitor.until(
+        "[...document.fonts].some(font => font.family === 'KaTeX_Main' && font.status === 'loaded')"
+    )
+
+
 def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
     visitor = visit()
     page = visitor.page
@@ -154,7 +176,7 @@ def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
     page.fill("#set-schema", json.dumps(SCHEMA))
     assert page.locator(".settings .wrong:visible").count() == 0
     visitor.ask(say('{"answer":42}'))
-    assert json.loads(visitor.answer) == {"answer": 42}
+    assert json.loads(page.locator(".code pre").inner_text()) == {"answer": 42}
     body = visitor.bodies[-1]
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert body["temperature"] == 0.2

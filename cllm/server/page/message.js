@@ -48,13 +48,13 @@ export class MessageView {
 
   // Shows what the message holds now; `waiting` is the text while there is nothing, and the answer has not ended.
   update(waiting = "") {
-    const { content = "", reasoning = "", calls = [], error } = this.message;
+    const { content = "", reasoning = "", calls = [], error, json } = this.message;
     this.reasoning.hidden = !reasoning;
     if (reasoning) {
       this.summary.textContent = t("reasoning_for", { count: count(reasoning.length) });
       if (this.thoughts.textContent !== reasoning) this.thoughts.textContent = reasoning;
     }
-    this.markdown.set(content, !waiting);
+    this.markdown.set(content, !waiting, json);
     calls.forEach((call, index) => {
       const shown = this.calls.children[index] || this.calls.appendChild(make("details", { className: "call", open: true },
         make("summary", {}), make("pre", {})));
