@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,26 +129,13 @@ def _list_methods(path: str) -> Sequence[str]:
 
 
 class StaticFile:
-    """A file as it is sent: plain and compressed, with its ETag and the strict content policy.
-
-    It is read and compressed when it is first asked for: most visits need no formulas.
-    """
+    """A file as it is sent: plain and compressed, with its ETag and the strict content policy."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _plain(self) -> bytes:
-        return self._path.read_bytes()
-
-    @cached_property
-    def compressed(self) -> bytes:
-        return gzip.compress(self._plain, 9, mtime=0)
-
-    @cached_property
-    def _headers(self) -> dict[str, str]:
-        return {
-            "Content-Type": _TYPES[self._path.suffix],
+        self._plain = path.read_bytes()
+        self.compressed = gzip.compress(self._plain, 9, mtime=0)
+        self._headers = {
+            "Content-Type": _TYPES[path.suffix],
             "ETag": f'"{hashlib.sha256(self._plain).hexdigest()[:24]}"',
             "Cache-Control": "no-cache",  # kept, and asked for again: 304 unless it has changed
             "Content-Security-Policy": POLICY,
@@ -167,10 +154,13 @@ class StaticFile:
 
 
 @cache
-def read_files() -> dict[str, StaticFile]:
+def list_files() -> dict[str, Path]:
     """Every file of the page, by its path in the folder."""
     found = sorted(path for path in FOLDER.rglob("*") if path.suffix in _TYPES)
-    return {str(path.relative_to(FOLDER)): StaticFile(path) for path in found}
+    return {str(path.relative_to(FOLDER)): path for path in found}
+
+
+read_file = cache(StaticFile)  # when it is first asked for: few visits need all of them
 
 
 async def root(http: Request) -> Response:
@@ -182,14 +172,14 @@ async def root(http: Request) -> Response:
 
 async def docs(http: Request) -> Response:
     """The page, which shows its API tab at this path."""
-    return read_files()["index.html"].respond(http)
+    return read_file(FOLDER / "index.html").respond(http)
 
 
 async def page_file(http: Request) -> Response:
     """A file of the page."""
-    if (found := read_files().get(http.path_params["name"])) is None:
+    if (path := list_files().get(http.path_params["name"])) is None:
         raise NotFound("the page has no such file")
-    return found.respond(http)
+    return read_file(path).respond(http)
 
 
 # Defaults ---------------------------------------------------------------------------------------------

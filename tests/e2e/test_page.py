@@ -174,6 +174,11 @@ def test_text_json_code_and_formulas_are_shown_as_written(visit: Visit) -> None:
     visitor.until(
         "[...document.fonts].some(font => font.family === 'KaTeX_Main' && font.status === 'loaded')"
     )
+    scripts = [r"\href{javascript:alert(1)}{x}", r"\htmlStyle{color:red}{x}", "<img src=x onerror=alert(1)>"]
+    code = "```html\n<img src=x onerror=alert(1)>\n```\n"
+    visitor.ask(say(" ".join(f"${each}$" for each in scripts) + "\n" + code))
+    page.wait_for_selector(".hljs-attr")
+    assert page.locator(".markdown").last.locator("img, a, script, [onerror]").count() == 0
 
 
 def test_leaving_the_page_keeps_an_answer_that_goes_on(visit: Visit, keyed: Server) -> None:
@@ -541,6 +546,20 @@ def test_several_models_have_a_tab(browser: Any, tmp_path: Path) -> None:
         states = {model["name"]: model["state"] for model in server.get("/admin/models")["models"]}
         assert states == {"small": "unloaded", "large": "ready"}
         assert page.evaluate("document.querySelector('#models .scroll').scrollWidth") <= 390
+
+
+def test_the_kv_map_has_a_scale(visit: Visit, server: Server) -> None:
+    """A lane that holds an eighth of its slot is not drawn as a full one."""
+    server.generate(say("A few words."), 16)
+    visitor = visit("/#live")
+    lanes = "document.querySelector('.kvmap canvas:not(.swatch)').lanes()"
+    visitor.until(f"{lanes}.lanes.some(each => each.lane.computed)")
+    shown = visitor.page.evaluate(lanes)
+    (slot,) = {each["n_ctx"] for each in server.get("/slots")}
+    longest = max(each["lane"]["tokens"] for each in shown["lanes"])
+    assert longest <= shown["scale"] / 4 and shown["scale"] < slot
+    words = visitor.page.locator(".kvmap .scale").inner_text()
+    assert f"{shown['scale']:,.0f} of the {slot:,}" in words
 
 
 def test_one_model_has_no_tab(visit: Visit) -> None:

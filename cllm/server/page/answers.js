@@ -40,7 +40,7 @@ export async function stream(conversation, node, body, show) {
     due = null;
     if (began - saved > SAVE_MS) { saved = began; keep(conversation); }
   };
-  const quiet = setInterval(() => { if (performance.now() - heard > QUIET_MS) doubt(); }, QUIET_MS);
+  const quiet = setInterval(() => { if (performance.now() - heard > QUIET_MS) doubt(); }, QUIET_MS / 3);
   node.revision = (node.revision || 0) + 1;
   running.set(conversation.id, { node: node.id, stop: () => abort.abort(), own: true });
   keep(conversation);

@@ -64,8 +64,10 @@ export async function startConversations(drafted) {
   channel.onmessage = ({ data }) => hear(data);
   storage.watch((id, text) => { if (text && !id.includes("/")) find(id); drafted(id, text); }, takeLeft);
   addEventListener("pagehide", () => {
-    for (const [id, { own, node }] of running)
-      if (own) storage.leave({ ...conversations.get(id).data, nodes: { [node]: conversations.get(id).nodes[node] } });
+    for (const [id, { own, node }] of running) {
+      const { data, nodes } = conversations.get(id), { parent } = nodes[node];
+      if (own) storage.leave({ ...data, nodes: { [node]: nodes[node], [parent]: nodes[parent] } });
+    }
   });
   try {
     for (const data of await storage.loadAll()) conversations.set(data.id, new Conversation(data));

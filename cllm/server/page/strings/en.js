@@ -55,7 +55,7 @@ export default {
   panel_load: "Requests", s_running: "running", s_waiting: "waiting", s_preempted: "preempted/s", s_refused: "refused/s",
   panel_kv: "KV map", kv_note: "{used} of {total} cells in use, {cached} cached", kv_prompt: "prompt", kv_cache: "from cache",
   kv_answer: "answer", kv_idle: "cached, idle", kv_preempted: "preempted", kv_empty: "empty", kv_slot: "slot {slot}",
-  kv_wait: "Waiting for the engine …", kv_more: "{count} more slots", kv_age: "{value} old", kv_request: "request",
+  kv_wait: "Waiting for the engine …", kv_whole: "a lane is the {slot} tokens of a slot", kv_part: "magnified: the first {shown} of the {slot} tokens of a slot", kv_more: "{count} more slots", kv_age: "{value} old", kv_request: "request",
   kv_tokens: "{tokens} tokens: {prompt} prompt ({cached} from cache), {answer} answer", kv_cancel: "Cancel this request",
   kv_cancel_ask: "Cancel request {id}? Its client gets what there is of the answer.", kv_cancelled: "Cancelled", kv_cells: "{tokens} tokens kept for reuse",
   panel_tiers: "Cache tiers", tier_device: "Slots", tier_ram: "RAM", tier_disk: "Disk", tier_swap: "Preempted requests",

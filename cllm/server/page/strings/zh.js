@@ -55,7 +55,7 @@ export default {
   panel_load: "请求", s_running: "运行", s_waiting: "等待", s_preempted: "抢占/秒", s_refused: "拒绝/秒",
   panel_kv: "KV 图", kv_note: "{total} 个单元中 {used} 个使用中,{cached} 个缓存", kv_prompt: "提示", kv_cache: "来自缓存",
   kv_answer: "回答", kv_idle: "空闲缓存", kv_preempted: "被抢占", kv_empty: "空", kv_slot: "槽位 {slot}",
-  kv_wait: "等待引擎 …", kv_more: "另有 {count} 个槽位", kv_age: "已 {value}", kv_request: "请求",
+  kv_wait: "等待引擎 …", kv_whole: "每条为一个槽位的 {slot} 个词元", kv_part: "已放大:每个槽位 {slot} 个词元中的前 {shown} 个", kv_more: "另有 {count} 个槽位", kv_age: "已 {value}", kv_request: "请求",
   kv_tokens: "{tokens} 个词元:提示 {prompt}(缓存 {cached}),回答 {answer}", kv_cancel: "取消此请求",
   kv_cancel_ask: "取消请求 {id}?客户端会得到已生成的部分。", kv_cancelled: "已取消", kv_cells: "保留 {tokens} 个词元以便复用",
   panel_tiers: "缓存层级", tier_device: "槽位", tier_ram: "内存", tier_disk: "磁盘", tier_swap: "被抢占的请求",
