@@ -229,8 +229,8 @@ export async function startChat() {
     if ($("prompt").value) conversations.set(current.id, current);
     listConversations();
   };
-  await startConversations((id, text) => {
-    if (id === current.id && $("prompt").value !== text) { $("prompt").value = text; fit(); }
+  await startConversations((id, text, old) => {
+    if (id === current.id && $("prompt").value === old) { $("prompt").value = text; fit(); }  // else ours is another text
     listConversations();
   });
   const kept = sessionStorage.getItem(KEPT_OPEN) || localStorage.getItem(KEPT_OPEN);

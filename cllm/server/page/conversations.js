@@ -62,7 +62,7 @@ function takeLeft() {
 
 export async function startConversations(drafted) {
   channel.onmessage = ({ data }) => hear(data);
-  storage.watch((id, text) => { if (text && !id.includes("/")) find(id); drafted(id, text); }, takeLeft);
+  storage.watch((id, text, old) => { if (text && !id.includes("/")) find(id); drafted(id, text, old); }, takeLeft);
   addEventListener("pagehide", () => {
     for (const [id, { own, node }] of running) {
       const { data, nodes } = conversations.get(id), { parent } = nodes[node];

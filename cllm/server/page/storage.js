@@ -61,10 +61,10 @@ export function takeLeft() {
   });
 }
 
-// Calls with what another tab has changed: the draft of an id, or something that it left.
+// Calls with what another tab has changed: the draft of an id, from an old text, or something that it left.
 export function watch(drafted, left) {
-  addEventListener("storage", ({ key, newValue }) => {
-    if (key?.startsWith(DRAFT)) drafted(key.slice(DRAFT.length), newValue || "");
+  addEventListener("storage", ({ key, newValue, oldValue }) => {
+    if (key?.startsWith(DRAFT)) drafted(key.slice(DRAFT.length), newValue || "", oldValue || "");
     else if (key?.startsWith(LEFT) && newValue) left();
   });
 }
