@@ -81,7 +81,7 @@ const act = {
 
 // The page -----------------------------------------------------------------------------------------
 
-// Who reads at the end of the messages stays there, whatever grows.
+// Keeps the end of the messages in view while they grow, unless the reader has scrolled away from it.
 const grown = new ResizeObserver(() => { if (atEnd) $("messages").scrollTop = $("messages").scrollHeight; });
 
 function render() {

@@ -11,6 +11,7 @@ const listed = () => [...conversations.values()].filter(each => !each.empty || d
 const nameOf = each => each.title || draft(each.id).trim().slice(0, 80) || t("untitled");
 
 function matches(conversation, words) {
+  if (!words.length) return true;
   const texts = [nameOf(conversation), ...Object.values(conversation.nodes).map(node => node.content)].map(text => text.toLowerCase());
   return words.every(word => texts.some(text => text.includes(word)));
 }

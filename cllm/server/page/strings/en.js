@@ -34,7 +34,7 @@ export default {
   lost: "The connection was lost. Your question is kept: try again.", lost_inside: "The connection was lost. What came is kept: continue, and the rest follows.",
   unreachable: "The server cannot be reached. Check that it runs and that this device is connected, then try again.",
   odd_answer: "The server answered {status}. Try again; if that stays, its log says why.",
-  health_loading: "The model is being loaded …", health_restarting: "The engine restarts. Answers go on by themselves …",
+  health_loading: "The model is being loaded …", health_restarting: "The engine restarts. Answers go on by themselves.",
   health_draining: "The server is about to end.", health_stopped: "The server has ended.", health_failed: "The engine has failed too often and was given up. Restart the server; its log says why.",
   health_unreachable: "The server cannot be reached. Trying again …",
   error_storage: "This browser keeps no conversations here: they are gone when the page is closed.",

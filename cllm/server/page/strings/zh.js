@@ -34,7 +34,7 @@ export default {
   lost: "连接已断开。您的问题已保留,请重试。", lost_inside: "连接已断开。已收到的内容已保留,点击“继续”即可接着生成。",
   unreachable: "无法连接服务器。请检查服务器是否在运行、本设备是否联网,然后重试。",
   odd_answer: "服务器返回 {status}。请重试;如仍出现,请查看服务器日志。",
-  health_loading: "正在加载模型 …", health_restarting: "引擎正在重启,回答会自动继续 …",
+  health_loading: "正在加载模型 …", health_restarting: "引擎正在重启,回答会自动继续。",
   health_draining: "服务器即将停止。", health_stopped: "服务器已停止。", health_failed: "引擎多次失败,已放弃重启。请重启服务器;原因见日志。",
   health_unreachable: "无法连接服务器,正在重试 …",
   error_storage: "此浏览器无法保存对话:关闭页面后将丢失。",
