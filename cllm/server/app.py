@@ -38,13 +38,14 @@ FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
     ".json": JSON,
 }
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -153,10 +154,13 @@ class StaticFile:
 
 
 @cache
-def read_files() -> dict[str, StaticFile]:
-    """Every file of the page, by its path in the folder; read and compressed once."""
+def list_files() -> dict[str, Path]:
+    """Every file of the page, by its path in the folder."""
     found = sorted(path for path in FOLDER.rglob("*") if path.suffix in _TYPES)
-    return {str(path.relative_to(FOLDER)): StaticFile(path) for path in found}
+    return {str(path.relative_to(FOLDER)): path for path in found}
+
+
+read_file = cache(StaticFile)  # when it is first asked for: few visits need all of them
 
 
 async def root(http: Request) -> Response:
@@ -168,14 +172,14 @@ async def root(http: Request) -> Response:
 
 async def docs(http: Request) -> Response:
     """The page, which shows its API tab at this path."""
-    return read_files()["index.html"].respond(http)
+    return read_file(FOLDER / "index.html").respond(http)
 
 
 async def page_file(http: Request) -> Response:
     """A file of the page."""
-    if (found := read_files().get(http.path_params["name"])) is None:
+    if (path := list_files().get(http.path_params["name"])) is None:
         raise NotFound("the page has no such file")
-    return found.respond(http)
+    return read_file(path).respond(http)
 
 
 # Defaults ---------------------------------------------------------------------------------------------

@@ -54,11 +54,14 @@ def open_browser() -> Iterator[Any]:
 class Visitor:
     """A page of a server in a browser context of its own, and all that it did."""
 
-    def __init__(self, browser: Any, server: Server, **options: Any) -> None:
+    def __init__(self, browser: Any, server: Server, *, context: Any = None, **options: Any) -> None:
+        """With a `context` it is one more tab of that."""
         self.server = server
-        self.context = browser.new_context(**{"locale": "en-US", "accept_downloads": True, **options})
-        self.context.add_init_script(WATCH)
-        self.context.set_default_timeout(LIMIT_MS)
+        self.context = context
+        if context is None:
+            self.context = browser.new_context(**{"locale": "en-US", "accept_downloads": True, **options})
+            self.context.add_init_script(WATCH)
+            self.context.set_default_timeout(LIMIT_MS)
         self.page = self.context.new_page()
         self.requests: list[str] = []
         self.bodies: list[dict[str, Any]] = []  # of requests for answers

@@ -18,6 +18,7 @@ from tests.e2e.xss import PAYLOADS
 from tests.tiny_models import make_dense
 
 FAST = ("--step-ms", "4", "--draft-tokens", "16")  # an answer is in its prompt: drafts are right
+KEY = "open sesame"
 LONG = "A sentence that takes a while. " * 200
 MARKDOWN = """# Title
 
@@ -45,8 +46,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("keyed") / "log"
-    with scripted_server(log, *FAST, "--parallel", "2", "--api-key", "open sesame") as server:
-        server.client.headers["authorization"] = "Bearer open sesame"
+    with scripted_server(log, "--step-ms", "4", "--parallel", "2", "--api-key", KEY) as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
         yield server
 
 
@@ -143,6 +144,248 @@ def test_regenerate_and_edit_are_branches_and_history_lasts(visit: Visit) -> Non
     assert page.locator("#conversations li").count() == 0
 
 
+def test_text_json_code_and_formulas_are_shown_as_written(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("Roses are red\nViolets are __init__\n<b>\n\n1 < 2 for $5 or $6"))
+    assert visitor.answer == "Roses are red\nViolets are __init__\n<b>\n\n1 < 2 for $5 or $6"
+    text = json.dumps({"name": "__init__", "body": "*a* <b>\n# c"})
+    visitor.ask(say(text))
+    assert page.locator(".code pre").last.inner_text().strip() == text
+    before = [url for url in visitor.requests if "highlight" in url or "katex" in url.lower()]
+    assert [url.rpartition("/")[2] for url in before] == ["highlight.min.js"], "only what was needed"
+    visitor.ask(
+        say("```python\ndef f(): return 'a'\n```\n\nInline $a_1^2$ and \\(b\\).\n\n$$\n\\frac{1}{2}\n$$\n")
+    )
+    page.wait_for_selector(".math-display .katex-display")
+    assert page.locator(".math-inline .katex").count() == 2
+    assert page.locator(".hljs-keyword").first.inner_text() == "def"
+    assert page.locator(".code pre").last.inner_text().strip() == "def f(): return 'a'"
+    visitor.until(
+        "[...document.fonts].some(font => font.family === 'KaTeX_Main' && font.status === 'loaded')"
+    )
+    scripts = [r"\href{javascript:alert(1)}{x}", r"\htmlStyle{color:red}{x}", "<img src=x onerror=alert(1)>"]
+    code = "```html\n<img src=x onerror=alert(1)>\n```\n"
+    visitor.ask(say(" ".join(f"${each}$" for each in scripts) + "\n" + code))
+    page.wait_for_selector(".hljs-attr")
+    assert page.locator(".markdown").last.locator("img, a, script, [onerror]").count() == 0
+
+
+def test_leaving_the_page_keeps_an_answer_that_goes_on(visit: Visit, keyed: Server) -> None:
+    """By a reload, another language, another key: what came is there, and continued where it was cut."""
+    key = {"origin": keyed.url, "localStorage": [{"name": "cllm.key", "value": KEY}]}
+    visitor = visit(server=keyed, storage_state={"origins": [key]})
+    page = visitor.page
+
+    def change_key() -> None:
+        page.click("#key")
+        page.keyboard.press("Enter")
+
+    whole = "".join(f"word {number} " for number in range(80)).strip()
+    visitor.ask(say(whole), wait=False)
+    had = 10
+    for leave in (page.reload, lambda: page.click("#language"), change_key):
+        visitor.until(f"(document.querySelector('.markdown')?.innerText.length ?? 0) > {had}")
+        page.evaluate("delete document.documentElement.dataset.ready")
+        leave()
+        page.wait_for_selector("html[data-ready]")
+        kept = visitor.answer
+        assert len(kept) > had and whole.startswith(kept)
+        assert page.locator(".message.user .plain").inner_text().strip("\x02\x03") == whole
+        page.click(".continue")
+        had = len(kept) + 5
+    visitor.wait_answered()
+    assert visitor.answer == whole and not page.locator(".continue").is_visible()
+    assert visitor.bodies[-1]["messages"][-1]["role"] == "assistant"
+    page.click("#show-settings")
+    page.fill("#set-max_tokens", "5")
+    page.click("#new-chat")
+    visitor.ask(say("Once upon a time"))
+    assert visitor.answer == "Once " and "上限" in page.locator(".figures").last.inner_text()
+    page.fill("#set-max_tokens", "")
+    page.click(".continue")
+    visitor.until("document.querySelector('.markdown').innerText === 'Once upon a time'")
+    visitor.wait_answered()
+
+
+def test_what_is_typed_is_kept(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("First."))
+    page.fill("#prompt", "for the first")
+    page.click("#new-chat")
+    assert page.input_value("#prompt") == ""
+    page.keyboard.type("for a new one")
+    visitor.open()
+    assert page.input_value("#prompt") == "for a new one"
+    page.locator("#conversations .title").last.click()
+    assert page.input_value("#prompt") == "for the first"
+    page.locator(".message.user").hover()
+    page.locator(".message.user .edit").click()
+    page.fill(".editing", "edited, not sent")
+    visitor.open()
+    assert (
+        page.input_value(".editing") == "edited, not sent" and page.input_value("#prompt") == "for the first"
+    )
+    page.locator(".message.user .quiet").click()
+    page.click("#show-settings")
+    for name, wrong in (("schema", '{"type":'), ("tools", "{}"), ("schema", "[]")):
+        page.fill(f"#set-{name}", wrong)
+        sent = len(visitor.bodies)
+        page.click("#send")
+        assert page.input_value("#prompt") == "for the first" and len(visitor.bodies) == sent
+        assert page.evaluate("document.activeElement.id") == f"set-{name}"
+        assert "Not valid JSON" in page.locator(f"label:has(#set-{name}) .wrong").inner_text()
+        assert "Not sent" in page.locator("#notice").inner_text()
+        page.fill(f"#set-{name}", "")
+    visitor.ask(say("Sent."))
+    assert visitor.answer == "Sent." and page.input_value("#prompt") == ""
+    visitor.open()
+    assert page.input_value("#prompt") == ""
+
+
+# Two states of the conversation that is shown, each with another message behind its last one; both are saved.
+DIVERGE = """async () => {
+  const { Conversation } = await import(new URL("page/conversation.js", document.baseURI));
+  const storage = await import(new URL("page/storage.js", document.baseURI));
+  const id = sessionStorage.getItem("cllm.open");
+  const states = [new Conversation(await storage.load(id)), new Conversation(await storage.load(id))];
+  const last = states[0].path.at(-1).id;
+  for (const each of states) each.add(last, { role: "user", content: "a branch" });
+  for (const each of states) await storage.save(each.data);
+  return new Conversation(await storage.load(id)).children(last).length; }"""
+
+
+def test_two_tabs_share_conversations_and_overwrite_none(visit: Visit) -> None:
+    one = visit()
+    two = Visitor(None, one.server, context=one.context).open()
+    one.ask(say("Of one."))
+    two.ask(say("Of two."))
+    one.until("document.querySelectorAll('#conversations li').length === 2")
+    two.until("document.querySelectorAll('#conversations li').length === 2")
+    two.page.locator("#conversations .title").last.click()
+    assert two.answer == "Of one."
+    two.page.keyboard.type("from the other tab")
+    one.until("document.getElementById('prompt').value === 'from the other tab'")
+    one.ask(say(LONG), wait=False)
+    two.until("document.querySelectorAll('.message.assistant').length === 2")
+    two.until("[...document.querySelectorAll('.markdown')].at(-1).innerText.length > 20")
+    assert two.page.input_value("#prompt") == "" and not two.page.locator(".continue").is_visible()
+    two.page.click("#stop")
+    for tab in (one, two):
+        tab.wait_answered()
+        tab.until("[...document.querySelectorAll('.figures')].at(-1).innerText.includes('Stopped')")
+    assert one.answer == two.answer
+    # Two tabs that had not heard of each other yet: both go on from here.
+    assert two.page.evaluate(DIVERGE) == 2
+    one.open()
+    assert one.page.locator(".message.user .branch span").inner_text() == "1 of 2"
+    two.page.locator("#conversations .delete").first.click()
+    two.page.click("#ask-ok")
+    one.until("document.querySelectorAll('#conversations li').length === 1")
+    one.page.wait_for_selector("#chat.blank")
+    two.check()
+
+
+def test_an_answer_goes_on_while_another_conversation_is_open(visit: Visit, server: Server) -> None:
+    visitor = visit()
+    page = visitor.page
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    whole = "A sentence that takes a while. " * 30
+    visitor.ask(say(whole.strip()), wait=False)
+    page.wait_for_selector(".markdown p")
+    page.click("#new-chat")
+    assert page.locator("#send").is_visible() and page.locator("#conversations .running").count() == 1
+    visitor.ask(say("Short."))
+    assert visitor.answer == "Short."
+    page.locator("#conversations .title").last.click()
+    visitor.wait_answered()
+    assert visitor.answer == whole.strip()
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    visitor.ask(say(LONG), wait=False)
+    page.wait_for_selector("#conversations .running")
+    page.click(".message.user >> nth=-1")
+    assert page.evaluate("document.activeElement.id") != "prompt"
+    page.keyboard.press("Escape")
+    visitor.wait_answered()
+    visitor.until("document.activeElement.id === 'prompt'")
+    wait_for(server.idle, 5)
+
+
+def test_an_error_says_what_to_do_and_trying_again_helps(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    states = ["restarting"]
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "engine": states[0]}))
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    visitor.ask(say("There."))
+    error = page.locator(".status.wrong")
+    assert "cannot be reached" in error.inner_text() and "Check" in error.inner_text()
+    red, dim = (
+        f"getComputedStyle(document.querySelector('{name}')).color" for name in (".status.wrong", ".figures")
+    )
+    assert page.evaluate(f"{red} !== {dim}")
+    page.wait_for_selector("#sign:visible")
+    assert "restarts" in page.locator("#sign").inner_text()
+    states[0] = "ready"
+    page.wait_for_selector("#sign", state="hidden")
+    page.unroute("**/v1/chat/completions")
+    page.click(".continue")
+    visitor.until("document.querySelector('.markdown').innerText === 'There.'")
+    visitor.wait_answered()
+    assert not error.is_visible() and page.locator(".message").count() == 2
+    # A server that is silent is asked how it is.
+    states[0] = "restarting"
+    page.route("**/v1/chat/completions", lambda route: None)
+    visitor.ask("silence", wait=False)
+    page.wait_for_selector("#sign:visible")
+    states[0] = "ready"
+    page.wait_for_selector("#sign", state="hidden")
+    page.keyboard.press("Escape")
+    visitor.wait_answered()
+
+
+def test_conversations_are_found_renamed_and_imported(visit: Visit, tmp_path: Path) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("An apple."))
+    assert page.locator(".message .figures").last.inner_text().endswith("fake")
+    assert page.locator("#model").input_value() == "fake"
+    used = visitor.server.get("/v1/models")["data"][0]["context_length"]
+    assert page.locator("#context").get_attribute("title").endswith(f"of {used:,} tokens of context used")
+    page.click("#new-chat")
+    visitor.ask(say("A pear."))
+    page.fill("#search", "APPLE")
+    assert page.locator("#conversations li").count() == 1
+    page.locator("#conversations li").hover()
+    page.click("#conversations .rename")
+    page.keyboard.type("Fruit")
+    page.keyboard.press("Enter")
+    page.fill("#search", "fruit")
+    assert page.locator("#conversations .title").all_inner_texts() == ["Fruit"]
+    page.fill("#search", "")
+    with page.expect_download() as download:
+        page.click("#export")
+    path = tmp_path / "exported.json"
+    download.value.save_as(path)
+    page.click("#delete-all")
+    page.click("#ask-ok")
+    page.wait_for_selector("#chat.blank")
+    for number, text in enumerate(
+        ("no JSON", "[]", '{"id": "a"}', '[{"id": "a", "nodes": {"b": {}}, "chosen": {}}]')
+    ):
+        wrong = tmp_path / f"{number}.json"
+        wrong.write_text(text)
+        page.set_input_files("#import-file", wrong)
+        page.wait_for_selector(f"#notice:has-text('{number}.json was not imported')")
+    page.set_input_files("#import-file", path)
+    page.wait_for_selector("#notice:has-text('Imported: 2')")
+    visitor.open()
+    assert sorted(page.locator("#conversations .title").all_inner_texts())[-1] == "Fruit"
+    page.locator("#conversations .title:has-text('Fruit')").click()
+    assert visitor.answer == "An apple."
+
+
 def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
     visitor = visit()
     page = visitor.page
@@ -154,7 +397,7 @@ def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
     page.fill("#set-schema", json.dumps(SCHEMA))
     assert page.locator(".settings .wrong:visible").count() == 0
     visitor.ask(say('{"answer":42}'))
-    assert json.loads(visitor.answer) == {"answer": 42}
+    assert json.loads(page.locator(".code pre").inner_text()) == {"answer": 42}
     body = visitor.bodies[-1]
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert body["temperature"] == 0.2
@@ -223,7 +466,7 @@ def test_a_key_is_asked_for(visit: Visit, keyed: Server, browser: Any) -> None:
     page.fill("#key-input", "wrong")
     page.keyboard.press("Enter")
     visitor.until("document.getElementById('key-why').textContent.includes('refused')")
-    page.fill("#key-input", "open sesame")
+    page.fill("#key-input", KEY)
     page.keyboard.press("Enter")
     page.wait_for_selector("html[data-ready]")
     visitor.ask(say("Welcome."))
@@ -302,6 +545,21 @@ def test_several_models_have_a_tab(browser: Any, tmp_path: Path) -> None:
         states = {model["name"]: model["state"] for model in server.get("/admin/models")["models"]}
         assert states == {"small": "unloaded", "large": "ready"}
         assert page.evaluate("document.querySelector('#models .scroll').scrollWidth") <= 390
+
+
+def test_the_kv_map_has_a_scale(visit: Visit, server: Server) -> None:
+    """A lane that holds an eighth of its slot is not drawn as a full one."""
+    server.post("/admin/cache/clear", {})
+    server.generate(say("A few words."), 16)
+    visitor = visit("/#live")
+    lanes = "document.querySelector('.kvmap canvas:not(.swatch)').lanes()"
+    visitor.until(f"{lanes}.lanes.some(each => each.lane.computed)")
+    shown = visitor.page.evaluate(lanes)
+    (slot,) = {each["n_ctx"] for each in server.get("/slots")}
+    longest = max(each["lane"]["tokens"] for each in shown["lanes"])
+    assert longest <= shown["scale"] / 4 and shown["scale"] < slot
+    words = visitor.page.locator(".kvmap .scale").inner_text()
+    assert f"{shown['scale']:,.0f} of the {slot:,}" in words
 
 
 def test_one_model_has_no_tab(visit: Visit) -> None:

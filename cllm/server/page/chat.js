@@ -1,100 +1,75 @@
-// Chat: the conversation that is open, its composer, and the list of the others.
-import { $, button, confirm, download, make } from "./dom.js";
-import { t } from "./language.js";
+// Chat: the conversation that is open, its composer, and what is said there of the server.
+import { $, make } from "./dom.js";
+import { count, digits, t } from "./language.js";
+import { stream } from "./answers.js";
 import { Conversation } from "./conversation.js";
+import { conversations, keep, running, startConversations } from "./conversations.js";
+import { listConversations, startHistory } from "./history.js";
 import { MessageView } from "./message.js";
-import { fields, fillSettings, system } from "./settings.js";
-import { ask, readEvents } from "./server.js";
-import * as storage from "./storage.js";
+import { fields, startSettings, system, wrongField } from "./settings.js";
+import { ask } from "./server.js";
+import { draft, keepDraft } from "./storage.js";
 
-// Between two updates of an answer that streams: at least, at most, and by what the last one took.
-const MIN_MS = 100, MAX_MS = 1500, RESTED = 40;
-const KEPT_MODEL = "cllm.model", KEPT_OPEN = "cllm.open";
-let conversations = [], current = new Conversation(), views = new Map(), running = null;
+const KEPT_MODEL = "cllm.model", KEPT_OPEN = "cllm.open", FULL = 0.9;
+const END_PX = 60;  // closer to the end than that is at the end
+let current = new Conversation(), views = new Map(), atEnd = true, contexts = new Map();
 
 // Answers ------------------------------------------------------------------------------------------
 
-// Adds what an event brings to the answer.
-function take(node, event) {
-  if (event.error) throw new Error(event.error.message || String(event.error));
-  if (event.usage || event.timings) node.end = { ...node.end, usage: event.usage || node.end?.usage, timings: event.timings || node.end?.timings };
-  for (const { delta = {}, finish_reason: reason } of event.choices || []) {
-    if (delta.content) node.content += delta.content;
-    if (delta.reasoning_content) node.reasoning = (node.reasoning || "") + delta.reasoning_content;
-    for (const call of delta.tool_calls || []) {
-      node.calls ||= [];
-      const known = node.calls[call.index] ||= { id: call.id, name: call.function.name, text: "" };
-      known.text += call.function.arguments || "";
-    }
-    if (reason) node.end = { ...node.end, reason };
-  }
+// Whether a request can be made of the settings; else the field that is wrong is shown.
+function checkSettings() {
+  const name = wrongField();
+  if (!name) return true;
+  showSettings(true);
+  $("set-" + name).focus();
+  $("set-" + name).closest("label").scrollIntoView({ block: "nearest" });
+  notice(t("wrong_field", { field: t(name) }));
+  return false;
 }
 
-// Lets the model answer `parent`, in a new branch.
-async function answer(parent) {
-  let body;
-  try {
-    body = { model: $("model").value || undefined, messages: current.messages(parent, system()), stream: true,
-      stream_options: { include_usage: true }, ...fields() };
-  } catch (error) {
-    notice(t("wrong_json", { why: error.message }));
-    return;
-  }
+// Lets the model answer `parent`, in a new branch, or go on with the answer `node`.
+async function answer(parent, node) {
+  const conversation = current, set = fields();
+  const body = { model: $("model").value || undefined, messages: conversation.messages(node || parent, system()), stream: true,
+    stream_options: { include_usage: true }, ...set };
   notice("");
-  const conversation = current, abort = new AbortController();
-  const node = conversation.add(parent.id, { role: "assistant", content: "", model: body.model });
-  running = { abort, node };
+  if (node) for (const name of ["end", "error", "stopped"]) delete node[name];
+  node ||= conversation.add(parent.id, { role: "assistant", content: "", model: body.model, json: Boolean(set.response_format) });
+  const show = (waiting = t("waiting")) => { if (conversation === current) views.get(node.id)?.update(waiting); };
+  const done = stream(conversation, node, body, show);
   render();
-  const view = views.get(node.id);
-  view.fillFoot(true);
-  view.update(t("waiting"));
-  let due = null, rest_ms = MIN_MS;
-  const update = () => {
-    const began = performance.now();
-    stick(() => view.update(t("waiting")));
-    rest_ms = Math.min(MAX_MS, Math.max(MIN_MS, RESTED * (performance.now() - began)));
-    due = null;
-  };
-  try {
-    const response = await ask("v1/chat/completions", { method: "POST", body, signal: abort.signal });
-    const position = Number(response.headers.get("X-Queue-Position"));
-    if (position) view.update(t("queued", { position }));
-    for await (const { data } of readEvents(response)) {
-      if (data === "[DONE]") break;
-      take(node, JSON.parse(data));
-      due ??= setTimeout(update, rest_ms);
-    }
-    if (!node.end) throw new Error(t("lost"));
-  } catch (error) {
-    if (abort.signal.aborted) node.stopped = true;
-    else node.error = error.message || t("lost");
-  }
-  clearTimeout(due);
-  running = null;
-  stick(() => { view.update(); view.fillFoot(); });
-  showState();
-  await keep(conversation);
   listConversations();
+  await done;
+  listConversations();
+  if (conversation !== current) return;
+  render();
+  if (!document.activeElement.closest("input, textarea, select, summary, #history") && getSelection().isCollapsed) focusPrompt();
 }
 
 function send() {
   const text = $("prompt").value.trim();
-  if (!text || running) return;
+  if (!text || running.has(current.id) || !checkSettings()) return;
   const last = current.path.at(-1), call = current.openCall;
   const message = call ? { role: "tool", content: text, callId: call.id } : { role: "user", content: text };
-  if (!conversations.includes(current)) conversations.push(current);
   const node = current.add(last ? last.id : "", message);
   $("prompt").value = "";
+  keepDraft(current.id, "");
   fit();
+  atEnd = true;
   const more = current.openCall;  // several calls: each has a result before the model goes on
-  if (call && more) { render(); keep(current); return; }
-  answer(node);
-  $("messages").scrollTop = $("messages").scrollHeight;
+  if (call && more) { render(); keep(current); } else answer(node);
 }
 
+const free = () => !running.has(current.id) && checkSettings();
+
 const act = {
-  edit(node, text) { if (!running) answer(current.add(node.parent, { role: "user", content: text })); },
-  regenerate(node) { if (!running) answer(current.nodes[node.parent]); },
+  edit(node, text) {
+    if (!free()) return false;
+    answer(current.add(node.parent, { role: "user", content: text }));
+    return true;
+  },
+  regenerate(node) { if (free()) answer(current.nodes[node.parent]); },
+  goOn(node) { if (free()) answer(null, node); },
   choose(node, step) {
     current.choose(node);
     render();
@@ -106,35 +81,44 @@ const act = {
 
 // The page -----------------------------------------------------------------------------------------
 
-// Changes the messages; who reads at the end stays there.
-function stick(change) {
-  const list = $("messages");
-  const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
-  change();
-  if (atEnd) list.scrollTop = list.scrollHeight;
-}
+// Keeps the end of the messages in view while they grow, unless the reader has scrolled away from it.
+const grown = new ResizeObserver(() => { if (atEnd) $("messages").scrollTop = $("messages").scrollHeight; });
 
 function render() {
-  const path = current.path;
-  views = new Map(path.map(node => [node.id, views.get(node.id) || new MessageView(current, node, act)]));
-  for (const [id, view] of views) if (id !== running?.node.id) view.fillFoot(Boolean(running));
+  const path = current.path, streams = running.get(current.id)?.node;
+  const before = views;
+  views = new Map(path.map(node => [node.id, before.get(node.id) || new MessageView(current, node, act)]));
+  for (const [id, view] of views) {
+    if (view.message.role === "assistant" && (id === streams || view.live || view.revision !== view.message.revision)) view.update(id === streams ? t("waiting") : "");
+    view.live = id === streams;
+    view.fillFoot(Boolean(streams));
+    grown.observe(view.node);
+  }
   const empty = make("div", { className: "empty" }, make("h1", {}, t("empty_title")), make("p", { className: "dim" }, t("empty_text")));
-  $("messages").replaceChildren(...(path.length ? [...views.values()].map(view => view.node) : [empty]));
-  $("messages").scrollTop = $("messages").scrollHeight;
+  const nodes = path.length ? [...views.values()].map(view => view.node) : [empty];
+  if (nodes.length !== $("messages").childElementCount || nodes.some((node, index) => node !== $("messages").children[index])) $("messages").replaceChildren(...nodes);
   $("chat").classList.toggle("blank", !path.length);
-  showState();
-}
-
-function showState() {
-  $("send").hidden = Boolean(running);
-  $("stop").hidden = !running;
-  const call = running ? null : current.openCall;
+  $("send").hidden = Boolean(streams);
+  $("stop").hidden = !streams;
+  const call = streams ? null : current.openCall;
   $("prompt").placeholder = call ? t("result_placeholder", { name: call.name }) : t("prompt_placeholder");
-  for (const [id, view] of views) if (id !== running?.node.id) view.fillFoot(Boolean(running));
+  showContext();
+  if (atEnd) $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-function notice(text) {
+function showContext() {
+  const limit = contexts.get($("model").value), { used } = current, shown = Boolean(used && limit);
+  $("context").hidden = !shown;
+  if (!shown) return;
+  $("context").style.setProperty("--used", Math.min(1, used / limit));
+  $("context").classList.toggle("wrong", used > FULL * limit);
+  $("context").textContent = digits(100 * used / limit, 2) + " %";
+  $("context").title = t("context_used", { used: count(used), limit: count(limit) });
+}
+
+function notice(text, kind = "wrong") {
   $("notice").textContent = text;
+  $("notice").className = "notice " + kind;
   $("notice").hidden = !text;
 }
 
@@ -144,59 +128,31 @@ function fit() {
   input.style.height = Math.min(input.scrollHeight, innerHeight * 0.4) + "px";
 }
 
-async function keep(conversation) {
-  localStorage.setItem(KEPT_OPEN, conversation.id);
-  try { await storage.save(structuredClone(conversation.data)); } catch { notice(t("error_storage")); }
-}
-
-// The list -----------------------------------------------------------------------------------------
-
-function listConversations() {
-  conversations.sort((one, other) => other.updated - one.updated);
-  $("conversations").replaceChildren(...conversations.map(each => make("li", { className: each === current ? "current" : "" },
-    make("button", { type: "button", className: "title", ariaCurrent: each === current ? "true" : null, onclick: () => open(each) }, each.title || t("untitled")),
-    button("down", t("export_one"), () => download(`cllm-${each.id}.json`, JSON.stringify(each.data, null, 2)), "icon export"),
-    button("trash", t("delete"), () => forget(each), "icon delete"))));
-  $("export").disabled = $("delete-all").disabled = !conversations.length;
-}
-
-function open(conversation) {
-  running?.abort.abort();
-  current = conversation;
-  localStorage.setItem(KEPT_OPEN, conversation.id);
-  views = new Map();
-  render();
-  listConversations();
-  showList(false);
+// Not on a touch screen, where that opens a keyboard over the page.
+function focusPrompt() {
+  if (matchMedia("(pointer: coarse)").matches || $("chat").hidden || document.querySelector("dialog[open]")) return;
   $("prompt").focus();
 }
 
-async function forget(conversation) {
-  if (!await confirm(t("delete_one", { title: conversation.title || t("untitled") }), t("delete"))) return;
-  conversations = conversations.filter(each => each !== conversation);
-  await storage.remove(conversation.id).catch(() => {});
-  if (conversation === current) open(new Conversation());
-  else listConversations();
-}
-
-async function forgetAll() {
-  if (!await confirm(t("delete_every"), t("delete_all"))) return;
-  conversations = [];
-  await storage.removeAll().catch(() => {});
-  open(new Conversation());
+function open(conversation) {
+  current = conversation;
+  sessionStorage.setItem(KEPT_OPEN, conversation.id);
+  localStorage.setItem(KEPT_OPEN, conversation.id);
+  views = new Map();
+  atEnd = true;
+  notice("");
+  $("messages").replaceChildren();
+  $("prompt").value = draft(conversation.id);
+  fit();
+  render();
+  listConversations();
+  showList(false);
+  focusPrompt();
 }
 
 export function showList(shown) {
   $("history").classList.toggle("open", shown);
   $("menu").setAttribute("aria-expanded", shown);
-}
-
-async function listModels() {
-  const { data } = await (await ask("v1/models")).json();
-  const kept = localStorage.getItem(KEPT_MODEL);
-  $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
-  $("model").classList.toggle("single", data.length < 2);
-  $("model").disabled = data.length < 2;
 }
 
 function showSettings(shown) {
@@ -206,36 +162,78 @@ function showSettings(shown) {
   else $("show-settings").focus();
 }
 
-export async function startChat() {
-  fillSettings($("settings"), () => showSettings(false));
-  $("show-settings").onclick = () => showSettings($("settings").hidden);
-  $("composer").onsubmit = event => { event.preventDefault(); send(); };
-  $("stop").onclick = () => running?.abort.abort();
-  $("new-chat").onclick = () => open(new Conversation());
-  $("delete-all").onclick = forgetAll;
-  $("export").onclick = () => download("cllm-conversations.json", JSON.stringify(conversations.map(each => each.data), null, 2));
-  $("model").onchange = () => localStorage.setItem(KEPT_MODEL, $("model").value);
-  $("menu").onclick = () => showList(!$("history").classList.contains("open"));
-  $("prompt").oninput = fit;
+async function listModels() {
+  const { data } = await (await ask("v1/models")).json();
+  const kept = localStorage.getItem(KEPT_MODEL);
+  contexts = new Map(data.map(model => [model.id, model.context_length]));
+  $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
+  $("model").classList.toggle("single", data.length < 2);
+  $("model").disabled = data.length < 2;
+  $("model").title = $("model").value;
+  showContext();
+}
+
+// What other tabs, and the server, let us know.
+function startEvents() {
+  addEventListener("conversation", ({ detail: id }) => {
+    if (id === current.id && current.gone) open(new Conversation());
+    else if (id === current.id) { current = conversations.get(id) || current; render(); }
+    listConversations();
+  });
+  addEventListener("unsaved", () => notice(t("error_storage")));
+  addEventListener("health", ({ detail: state }) => {
+    const well = state === "ready" || state === "sleeping";
+    $("sign").hidden = well;
+    if (!well) $("sign").textContent = t("health_" + state);
+    else if (!contexts.size) listModels().catch(error => notice(error.message));
+  });
+  grown.observe($("messages"));
+  $("messages").onclick = () => showList(false);
+  $("messages").onscroll = () => {
+    const { scrollHeight, scrollTop, clientHeight } = $("messages");
+    atEnd = scrollHeight - scrollTop - clientHeight < END_PX;
+  };
+}
+
+function startKeys() {
   $("prompt").onkeydown = event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
-    if (event.key === "ArrowUp" && !$("prompt").value && !running) {
+    if (event.key === "ArrowUp" && !$("prompt").value && !running.has(current.id)) {
       const last = current.path.findLast(node => node.role === "user");
       if (last) { event.preventDefault(); views.get(last.id).edit(); }
     }
   };
-  $("chat").onkeydown = event => {
-    if (event.key !== "Escape") return;
-    if (running) running.abort.abort();
+  document.addEventListener("keydown", event => {
+    if (event.key !== "Escape" || $("chat").hidden || document.querySelector("dialog[open]")) return;
+    if (running.has(current.id)) running.get(current.id).stop();
     else if (!$("settings").hidden) showSettings(false);
     else showList(false);
+  });
+}
+
+export async function startChat() {
+  startSettings($("settings"), () => showSettings(false));
+  startHistory({ get id() { return current.id; }, open, notice });
+  startEvents();
+  startKeys();
+  $("show-settings").onclick = () => showSettings($("settings").hidden);
+  $("composer").onsubmit = event => { event.preventDefault(); send(); };
+  $("stop").onclick = () => running.get(current.id)?.stop();
+  $("new-chat").onclick = () => open(new Conversation());
+  $("model").onchange = () => { localStorage.setItem(KEPT_MODEL, $("model").value); showContext(); };
+  $("menu").onclick = () => showList(!$("history").classList.contains("open"));
+  $("prompt").oninput = () => {
+    fit();
+    try { keepDraft(current.id, $("prompt").value); } catch { notice(t("error_storage")); }
+    if (!current.empty) return;
+    if ($("prompt").value) conversations.set(current.id, current);
+    listConversations();
   };
-  try {
-    conversations = (await storage.loadAll()).map(data => new Conversation(data));
-  } catch { notice(t("error_storage")); }
-  const kept = localStorage.getItem(KEPT_OPEN);
-  current = conversations.find(each => each.id === kept) || current;
-  render();
-  listConversations();
+  await startConversations((id, text, old) => {
+    if (id === current.id && $("prompt").value === old) { $("prompt").value = text; fit(); }  // else ours is another text
+    listConversations();
+  });
+  const kept = sessionStorage.getItem(KEPT_OPEN) || localStorage.getItem(KEPT_OPEN);
+  open($("prompt").value ? current : conversations.get(kept) || new Conversation());
   await listModels().catch(error => notice(error.message));
 }

@@ -1,18 +1,32 @@
 // Conversation: a tree of messages. An edited question and a regenerated answer are new branches of it.
 export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), byte => byte.toString(16).padStart(2, "0")).join("");
 
+const isText = value => typeof value === "string";
+const isObject = value => typeof value === "object" && value !== null && !Array.isArray(value);
+
 export class Conversation {
   constructor(data = {}) {
     this.id = data.id || newId();
     this.title = data.title || "";
     this.updated = data.updated || Date.now();
+    this.revision = data.revision || 0;  // of title and choices; a message has one of its own
     this.nodes = data.nodes || {};  // by id: { id, parent, role, content, … }
     this.chosen = data.chosen || {};  // by parent ("" for none): the id of the child that is shown
   }
 
   get data() {
-    const { id, title, updated, nodes, chosen } = this;
-    return { id, title, updated, nodes, chosen };
+    const { id, title, updated, revision, nodes, chosen } = this;
+    return { id, title, updated, revision, nodes, chosen };
+  }
+
+  // One from a file, whose content is of any kind; undefined where it is no conversation.
+  static read(data) {
+    const good = node => isObject(node) && isText(node.parent) && isText(node.content) && ["user", "assistant", "tool"].includes(node.role)
+      && isText(node.reasoning ?? "") && isText(node.error ?? "") && Array.isArray(node.calls ?? [])
+      && (node.calls || []).every(call => isObject(call) && isText(call.id) && isText(call.name) && isText(call.text));
+    if (!isObject(data) || !isText(data.id) || !isText(data.title ?? "") || !isObject(data.nodes) || !isObject(data.chosen)) return undefined;
+    if (!Object.entries(data.nodes).every(([id, node]) => good(node) && node.id === id)) return undefined;
+    return new Conversation({ ...data, updated: Number(data.updated) || 0, revision: Number(data.revision) || 0 });
   }
 
   get empty() { return !Object.keys(this.nodes).length; }
@@ -22,28 +36,57 @@ export class Conversation {
   // The messages that are shown, first to last.
   get path() {
     const found = [];
-    for (let id = this.chosen[""]; id; id = this.chosen[id]) found.push(this.nodes[id]);
+    for (let last = "", node; (node = this.nodes[this.chosen[last]])?.parent === last; last = node.id) found.push(node);
     return found;
   }
 
+  // Tokens of context that the last answer took with all before it.
+  get used() {
+    const { prompt_tokens: prompt = 0, completion_tokens: answer = 0 } = this.path.findLast(node => node.end?.usage)?.end.usage || {};
+    return prompt + answer;
+  }
+
   add(parent, message) {
-    const node = { id: newId(), parent, ...message };
+    const node = { id: newId(), parent, revision: 0, ...message };
     this.nodes[node.id] = node;
-    this.chosen[parent] = node.id;
+    this.choose(node);
     this.updated = Date.now();
     if (!this.title && node.role === "user") this.title = node.content.replace(/\s+/g, " ").trim().slice(0, 80);
     return node;
   }
 
-  choose(node) { this.chosen[node.parent] = node.id; }
+  choose(node) {
+    this.chosen[node.parent] = node.id;
+    this.revision++;
+  }
 
-  // The messages up to a node, as the API takes them. Reasoning is not repeated.
+  rename(title) {
+    this.title = title;
+    this.revision++;
+  }
+
+  // Takes what is newer in another state of the same conversation: messages of both are kept.
+  take(data) {
+    for (const node of Object.values(data.nodes)) {
+      const mine = this.nodes[node.id] ||= node;
+      if (mine === node || !((node.revision || 0) > (mine.revision || 0))) continue;
+      for (const name of Object.keys(mine)) delete mine[name];
+      Object.assign(mine, node);
+    }
+    const newer = (data.revision || 0) > this.revision;
+    this.chosen = newer ? { ...this.chosen, ...data.chosen } : { ...data.chosen, ...this.chosen };
+    if (newer) [this.title, this.revision] = [data.title, data.revision];
+    this.updated = Math.max(this.updated, data.updated || 0);
+    return this;
+  }
+
+  // The messages up to a node, as the API takes them. Reasoning is not repeated, but for an answer that goes on.
   messages(last, system) {
     const found = [];
     for (let node = last; node; node = this.nodes[node.parent]) found.unshift(node);
-    const sent = found.filter(node => node.content || node.calls?.length).map(node => {
+    const sent = found.filter(node => node.content || node.calls?.length || (node === last && node.reasoning)).map(node => {
       if (node.role === "tool") return { role: "tool", content: node.content, tool_call_id: node.callId };
-      if (!node.calls?.length) return { role: node.role, content: node.content };
+      if (!node.calls?.length) return { role: node.role, content: node.content, ...(node === last && node.reasoning ? { reasoning_content: node.reasoning } : {}) };
       const calls = node.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
       return { role: "assistant", content: node.content || null, tool_calls: calls };
     });

@@ -4,7 +4,8 @@ import { count, duration, t } from "./language.js";
 import { colour } from "./charts.js";
 import { ask } from "./server.js";
 
-const LANE = 14, GAP = 5, LABEL = 26;
+const LANE = 14, GAP = 5, LABEL = 26, AXIS = 18, TICKS = 4;
+const FULLEST = 1 / 8;  // of a lane that is magnified: so far the longest one must reach
 const KINDS = ["prompt", "cache", "answer", "idle", "preempted"];
 
 export class KVMap {
@@ -17,6 +18,8 @@ export class KVMap {
       return make("span", {}, key, t("kv_" + kind));
     }));
     this.note = make("span", { className: "dim" });
+    this.words = make("span", { className: "scale" });
+    this.legend.append(this.words);
     this.node = make("div", { className: "kvmap" }, this.legend, this.canvas, this.detail);
     this.lanes = [];  // as drawn: { lane, y, segments: [[kind, from, to]] } in tokens
     this.canvas.lanes = () => ({ snapshot: this.feed?.kv?.snapshot, lanes: this.lanes, scale: this.scale });
@@ -37,8 +40,10 @@ export class KVMap {
     const slots = Math.min(kv.slots, 96);
     const found = Array.from({ length: slots }, (_, slot) => feed.lanes.get(slot) || { slot, state: "empty", computed: 0, tokens: 0, prompt: 0, cached: 0, age: 0, id: "" });
     const longest = Math.max(64, ...[...found, ...kv.preempted].map(lane => lane.tokens));
-    this.scale = Math.min(roundUp(longest * 1.05), Math.max(kv.slot_tokens, longest));
-    this.lanes = [...found, ...kv.preempted].map((lane, index) => ({ lane, y: index * (LANE + GAP) + (lane.slot < 0 ? GAP * 2 : 0), segments: cut(lane) }));
+    this.whole = this.scale = Math.max(kv.slot_tokens, longest);
+    while (longest < FULLEST * this.scale) this.scale /= 2;
+    this.words.textContent = t(this.scale < this.whole ? "kv_part" : "kv_whole", { shown: count(this.scale), slot: count(this.whole) });
+    this.lanes = [...found, ...kv.preempted].map((lane, index) => ({ lane, y: AXIS + index * (LANE + GAP) + (lane.slot < 0 ? GAP * 2 : 0), segments: cut(lane) }));
     this.draw();
     this.describe();
   }
@@ -58,13 +63,14 @@ export class KVMap {
     pen.font = "11px " + getComputedStyle(document.body).fontFamily;
     pen.textBaseline = "middle";
     const span = width - LABEL - 2;
+    const ground = this.drawScale(pen, span, height);
     for (const each of this.lanes) {
       const { lane, y, segments } = each;
       const chosen = this.same(lane, this.selected) || this.same(lane, this.hovered);
       pen.fillStyle = colour(chosen ? "ink" : "dim");
       pen.textAlign = "right";
       pen.fillText(lane.slot < 0 ? "–" : lane.slot, LABEL - 8, y + LANE / 2 + 0.5);
-      pen.fillStyle = colour("lane");
+      pen.fillStyle = ground;
       round(pen, LABEL, y, span, LANE);
       pen.fill();
       for (const [kind, from, to] of segments) {
@@ -84,6 +90,27 @@ export class KVMap {
       small.clearRect(0, 0, 20, 10);
       paint(small, key.dataset.kind, 3, 0, 14, 10);
     }
+  }
+
+  // Ticks in tokens; a lane that goes on beyond the last one fades. Returns the ground of a lane.
+  drawScale(pen, span, height) {
+    const magnified = this.scale < this.whole;
+    pen.lineWidth = 1;
+    for (let tick = 0; this.scale && tick <= TICKS; tick++) {
+      const x = LABEL + span * tick / TICKS;
+      pen.strokeStyle = colour("line");
+      pen.beginPath();
+      pen.moveTo(x, AXIS - 4);
+      pen.lineTo(x, height);
+      pen.stroke();
+      pen.fillStyle = colour("dim");
+      pen.textAlign = tick === 0 ? "left" : tick === TICKS ? "right" : "center";
+      pen.fillText(count(this.scale * tick / TICKS) + (magnified && tick === TICKS ? " …" : ""), x, AXIS / 2 - 2);
+    }
+    const ground = pen.createLinearGradient(LABEL + span * 0.9, 0, LABEL + span, 0);
+    ground.addColorStop(0, colour("lane"));
+    ground.addColorStop(1, colour(magnified ? "ground" : "lane"));
+    return ground;
   }
 
   same(lane, other) { return Boolean(other) && lane.slot === other.slot && (lane.slot >= 0 || lane.id === other.id); }
@@ -152,11 +179,6 @@ function cut({ state, computed, tokens, prompt, cached }) {
   if (state === "preempted") return [["preempted", 0, tokens]];
   const parts = [["cache", 0, Math.min(cached, computed)], ["prompt", cached, Math.min(prompt, computed)], ["answer", prompt, computed]];
   return parts.filter(([, from, to]) => to > from);
-}
-
-function roundUp(value) {
-  const power = 2 ** Math.floor(Math.log2(value));
-  return [1, 1.25, 1.5, 1.75, 2].find(step => step * power >= value) * power;
 }
 
 function round(pen, x, y, width, height) {

@@ -3,20 +3,40 @@ import { button, copy, make } from "./dom.js";
 import { t } from "./language.js";
 
 const { marked, DOMPurify } = window;
+const MAX_COLOURED = 50_000;  // characters of a block of code
+const LIBRARIES = { hljs: ["highlight.min.js"], katex: ["katex.min.js", "katex.min.css"] };
+const BLOCK_FORMULA = /^ {0,3}(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n+|$)/;
+// A dollar sign opens a formula before what is no space, and closes it behind such: prices are none.
+const FORMULA = /^(?:\$\$([^$]+?)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$(?![\s$])((?:\\.|[^\\$\n`])+?)(?<!\s)\$(?!\d))/;
+const JSON_BEGIN = /^\s*(?:\{\s*"|\[\s*[{["])/;
 const escape = text => text.replace(/[&<>"']/g, sign => `&#${sign.charCodeAt(0)};`);
+
+function formula(name, level, begin, whole) {
+  return { name, level, start: text => text.match(begin)?.index, tokenizer(text) {
+    const found = whole.exec(text);
+    if (!found) return undefined;
+    const shown = level === "block" || /^(\$\$|\\\[)/.test(found[0]) ? "display" : "inline";
+    return { type: name, raw: found[0], shown, text: found.slice(1).find(part => part !== undefined).trim() };
+  }, renderer: ({ shown, text }) => {
+    const code = `<code class="math-${shown}">${escape(text)}</code>`;
+    return level === "block" ? `<p>${code}</p>` : code;
+  } };
+}
 
 marked.use({
   gfm: true,
-  breaks: false,
+  breaks: true,
+  extensions: [formula("formulas", "block", /^ {0,3}(?:\$\$|\\\[)/m, BLOCK_FORMULA), formula("formula", "inline", /\$|\\[[(]/, FORMULA)],
   renderer: {
-    html: ({ text }) => escape(text),  // HTML in an answer is shown, not used
+    html: ({ text, block }) => block ? `<p>${escape(text.trimEnd())}</p>` : escape(text),  // HTML in an answer is shown, not used
     image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,  // nothing is fetched
+    strong: ({ raw }) => /^__\w+__$/.test(raw) ? escape(raw) : false,  // a name in Python, not a word in bold
   },
 });
 
 const PURE = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "input",
-    "li", "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
+    "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["href", "title", "class", "align", "start", "type", "checked", "disabled"],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
   ALLOW_DATA_ATTR: false,
@@ -33,10 +53,41 @@ DOMPurify.addHook("afterSanitizeAttributes", node => {
     node.setAttribute("type", "checkbox");
     node.setAttribute("disabled", "");
   }
-  if (node.hasAttribute("class") && !/^language-[\w+#.-]+$/.test(node.className)) node.removeAttribute("class");
+  if (node.hasAttribute("class") && !/^(?:language-[\w+#.-]+|math-\w+|hljs-[\w -]+)$/.test(node.className)) node.removeAttribute("class");
 });
 
 export const sanitize = html => DOMPurify.sanitize(html, PURE);
+
+// Libraries that few answers need: from this server, on first use. An answer is legible without them.
+const ready = {}, loading = {};
+
+function withLibrary(name, use) {
+  if (ready[name]) { use(ready[name]); return; }
+  loading[name] ||= Promise.all(LIBRARIES[name].map(file => new Promise((done, failed) => {
+    const { href } = new URL("./vendor/" + file, import.meta.url);
+    const [tag, attributes] = file.endsWith(".css") ? ["link", { rel: "stylesheet", href }] : ["script", { src: href }];
+    document.head.append(make(tag, { ...attributes, onload: done, onerror: failed }));
+  }))).then(() => { ready[name] = window[name]; });
+  loading[name].then(() => use(ready[name]), () => { delete loading[name]; });
+}
+
+function typeset(code) {
+  withLibrary("katex", katex => {
+    const shown = make("span", { className: code.className });
+    try {
+      katex.render(code.textContent, shown, { displayMode: code.className === "math-display", trust: false, strict: "ignore", maxSize: 20, maxExpand: 500 });
+      code.replaceWith(shown);
+    } catch { /* not a formula that can be set: it stays as it was written */ }
+  });
+}
+
+function colour(code, language) {
+  if (!language || code.textContent.length > MAX_COLOURED) return;
+  withLibrary("hljs", hljs => {
+    if (!hljs.getLanguage(language)) return;
+    code.replaceChildren(sanitize(hljs.highlight(code.textContent, { language, ignoreIllegals: true }).value));
+  });
+}
 
 function decorate(fragment) {
   for (const code of fragment.querySelectorAll("pre > code")) {
@@ -44,13 +95,21 @@ function decorate(fragment) {
     const control = button("copy", t("copy"), () => copy(code.textContent, control, t("copied")));
     code.parentNode.replaceWith(make("figure", { className: "code" },
       make("figcaption", {}, make("span", {}, name), control), make("pre", { tabIndex: 0 }, code)));
+    colour(code, name);
   }
+  fragment.querySelectorAll("code[class^=math-]").forEach(typeset);
   for (const table of fragment.querySelectorAll("table")) {
     const wrap = make("div", { className: "scroll", tabIndex: 0 });
     table.replaceWith(wrap);
     wrap.append(table);
   }
   return fragment;
+}
+
+// An answer that is JSON as a whole: Markdown would change it.
+function isJson(text) {
+  if (!JSON_BEGIN.test(text)) return false;
+  try { return !text.includes("\n\n") || Boolean(JSON.parse(text)); } catch { return false; }
 }
 
 // A growing text: blocks that have not changed keep their elements, so that only the last one is made anew.
@@ -61,11 +120,13 @@ export class MarkdownView {
   }
 
   // A text that grows is read from its last block on; one that has ended is read `whole` once more.
-  set(text, whole) {
+  set(text, whole, json = false) {
     text = text.replace(/\r\n?/g, "\n");
-    const kept = whole ? 0 : Math.max(0, this.blocks.length - 1);
+    json = text && (json || isJson(text));
+    const kept = whole || json ? 0 : Math.max(0, this.blocks.length - 1);
     const begin = this.blocks.slice(0, kept).reduce((sum, block) => sum + block.raw.length, 0);
-    const tail = marked.lexer(text.slice(begin)), tokens = [...this.blocks.slice(0, kept), ...tail];
+    const tail = json ? [{ type: "code", lang: "json", raw: text, text }] : marked.lexer(text.slice(begin));
+    const tokens = [...this.blocks.slice(0, kept), ...tail];
     let same = kept;
     while (same < tokens.length && same < this.blocks.length && this.blocks[same].raw === tokens[same].raw) same++;
     for (const block of this.blocks.splice(same)) block.nodes.forEach(node => node.remove());

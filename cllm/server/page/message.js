@@ -2,6 +2,7 @@
 import { button, copy, make } from "./dom.js";
 import { count, digits, duration, t } from "./language.js";
 import { MarkdownView } from "./markdown.js";
+import { draft, keepDraft } from "./storage.js";
 
 // What is known of an answer that has ended, in one line.
 export function describeEnd(node) {
@@ -14,12 +15,19 @@ export function describeEnd(node) {
     words.push(t("cached", { cached: count(cached), prompt: count(usage.prompt_tokens) }));
   }
   if (timings?.prompt_ms) words.push(t("first_token", { value: duration(timings.prompt_ms / 1000) }));
+  if (node.model) words.push(node.model);
   if (node.stopped) words.unshift(t("stopped"));
+  else if (isOpen(node)) words.unshift(t("interrupted"));
   else if (node.end?.reason === "length") words.unshift(t("cut"));
   return words.join(" · ");
 }
 
-// `act` has what can be done: edit(node, text), regenerate(node), choose(node).
+const WHOLE = ["stop", "tool_calls"];
+
+// The page was left before the answer had ended.
+const isOpen = node => !node.end?.reason && !node.stopped && !node.error;
+
+// `act` has what can be done: edit(node, text), regenerate(node), goOn(node), choose(node).
 export class MessageView {
   constructor(conversation, node, act) {
     this.conversation = conversation;
@@ -33,7 +41,10 @@ export class MessageView {
     if (node.role === "assistant") this.fillAnswer();
     else this.body.append(make("div", { className: "plain" }, node.content));
     this.fillFoot();
+    if (node.role === "user" && draft(this.draft)) this.edit();
   }
+
+  get draft() { return `${this.conversation.id}/${this.message.id}`; }
 
   fillAnswer() {
     this.thoughts = make("pre", { className: "thoughts" });
@@ -48,13 +59,14 @@ export class MessageView {
 
   // Shows what the message holds now; `waiting` is the text while there is nothing, and the answer has not ended.
   update(waiting = "") {
-    const { content = "", reasoning = "", calls = [], error } = this.message;
+    const { content = "", reasoning = "", calls = [], error, json } = this.message;
+    this.revision = this.message.revision;
     this.reasoning.hidden = !reasoning;
     if (reasoning) {
       this.summary.textContent = t("reasoning_for", { count: count(reasoning.length) });
       if (this.thoughts.textContent !== reasoning) this.thoughts.textContent = reasoning;
     }
-    this.markdown.set(content, !waiting);
+    this.markdown.set(content, !waiting, json);
     calls.forEach((call, index) => {
       const shown = this.calls.children[index] || this.calls.appendChild(make("details", { className: "call", open: true },
         make("summary", {}), make("pre", {})));
@@ -86,22 +98,43 @@ export class MessageView {
       controls.push(control);
     }
     if (!running && message.role === "user") controls.push(button("edit", t("edit"), () => this.edit(), "icon edit"));
-    if (!running && message.role === "assistant") controls.push(button("again", t("regenerate"), () => act.regenerate(message), "icon again"));
+    if (!running && message.role === "assistant") {
+      const cut = this.isCut;
+      if (!cut || message.content || message.reasoning) controls.push(button("again", t("regenerate"), () => act.regenerate(message), "icon again"));
+      if (cut) controls.push(this.makeContinue());
+    }
     const words = message.role === "assistant" && !running ? describeEnd(message) : "";
     this.foot.replaceChildren(make("span", { className: "actions" }, ...controls), make("span", { className: "figures" }, words));
   }
 
+  // It has not come to its end, and nothing follows on it.
+  get isCut() {
+    const { message, conversation } = this;
+    return !conversation.chosen[message.id] && (message.stopped || message.error || isOpen(message) || !WHOLE.includes(message.end.reason));
+  }
+
+  // An answer goes on where it was cut. One under a schema, or in a call, must be made anew.
+  makeContinue() {
+    const { message, act } = this;
+    const goesOn = !message.json && !message.calls?.length, begun = goesOn && (message.content || message.reasoning);
+    const control = button(begun ? "right" : "again", t(begun ? "continue" : "try_again"), () => goesOn ? act.goOn(message) : act.regenerate(message), "chip continue");
+    control.append(control.title);
+    return control;
+  }
+
   edit() {
-    const input = make("textarea", { value: this.message.content, ariaLabel: t("edit_placeholder"), className: "editing" });
+    const input = make("textarea", { value: draft(this.draft) || this.message.content, ariaLabel: t("edit_placeholder"), className: "editing", rows: 3,
+      oninput: () => keepDraft(this.draft, input.value) });
     const leave = () => {
+      keepDraft(this.draft, "");
       this.body.replaceChildren(make("div", { className: "plain" }, this.message.content));
       this.node.classList.remove("edited");
       this.foot.hidden = false;
     };
     const done = () => {
       const text = input.value.trim();
-      leave();
-      if (text) this.act.edit(this.message, text);
+      if (!text) leave();
+      else if (this.act.edit(this.message, text)) leave();
     };
     input.onkeydown = event => {
       if (event.key === "Escape") { event.stopPropagation(); leave(); }
@@ -112,7 +145,7 @@ export class MessageView {
     this.body.replaceChildren(input, make("div", { className: "row choices" },
       make("button", { type: "button", className: "primary", onclick: done }, t("save")),
       make("button", { type: "button", className: "quiet", onclick: leave }, t("cancel"))));
-    input.style.height = input.scrollHeight + 2 + "px";
+    if (input.scrollHeight) input.style.height = input.scrollHeight + 2 + "px";
     input.focus();
   }
 }

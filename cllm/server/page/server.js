@@ -1,6 +1,7 @@
 // Server: requests to the server that this page is from, with the visitor's API key.
 import { $, show } from "./dom.js";
 import { t } from "./language.js";
+import { doubt } from "./health.js";
 
 const KEPT = "cllm.key";
 let key = sessionStorage.getItem(KEPT) || localStorage.getItem(KEPT) || "";
@@ -42,7 +43,11 @@ export async function ask(path, { method = "GET", body, signal, quiet = false } 
     const sent = key;
     const headers = { ...authorization(), ...(body === undefined ? {} : { "Content-Type": "application/json" }) };
     const content = body === undefined ? undefined : JSON.stringify(body);
-    const answer = await fetch(path, { method, headers, signal, body: content });
+    const answer = await fetch(path, { method, headers, signal, body: content }).catch(error => {
+      if (signal?.aborted) throw error;
+      doubt();
+      throw new ServerError(0, "unreachable", t("unreachable"));
+    });
     if (answer.ok) return answer;
     const error = await readError(answer);
     if (answer.status !== 401 || quiet) throw error;
@@ -54,7 +59,7 @@ async function readError(answer) {
   let found = {};
   try { found = await answer.json(); } catch { /* no JSON: the status must do */ }
   const inside = typeof found.error === "object" && found.error ? found.error : found;
-  const message = inside.message || `${answer.status} ${answer.statusText}`;
+  const message = inside.message || t("odd_answer", { status: `${answer.status} ${answer.statusText}`.trim() });
   return new ServerError(answer.status, inside.code || found.error || "", message);
 }
 

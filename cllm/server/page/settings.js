@@ -7,15 +7,25 @@ const NUMBERS = [
   ["temperature", 0, 10, 0.05], ["top_p", 0, 1, 0.01], ["top_k", 0, 1000, 1], ["min_p", 0, 1, 0.01],
   ["repetition_penalty", 0.1, 10, 0.05], ["max_tokens", 1, 1000000, 1], ["seed", 0, 4294967294, 1],
 ];
+const SHAPES = { schema: value => typeof value === "object" && value !== null && !Array.isArray(value), tools: Array.isArray };
 let values = {};
-try { values = JSON.parse(localStorage.getItem(KEPT)) || {}; } catch { /* none that can be read */ }
 
-function parse(name, check = () => true) {
+function read() {
+  try { values = JSON.parse(localStorage.getItem(KEPT)) || {}; } catch { values = {}; }
+}
+read();
+
+function parse(name) {
   if (!values[name]?.trim()) return undefined;
   const found = JSON.parse(values[name]);
-  if (!check(found)) throw new Error(t("wrong_tools"));
+  if (!SHAPES[name](found)) throw new Error(t("wrong_" + name));
   return found;
 }
+
+// The first field whose JSON is wrong.
+export const wrongField = () => Object.keys(SHAPES).find(name => {
+  try { parse(name); return false; } catch { return true; }
+});
 
 export const system = () => (values.system || "").trim();
 
@@ -25,7 +35,7 @@ export function fields() {
   for (const [name] of NUMBERS) if (values[name] !== undefined && values[name] !== "") found[name] = Number(values[name]);
   const stop = (values.stop || "").split("\n").filter(Boolean);
   if (stop.length) found.stop = stop;
-  const schema = parse("schema"), tools = parse("tools", Array.isArray);
+  const schema = parse("schema"), tools = parse("tools");
   if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools) found.tools = tools;
   return found;
@@ -47,17 +57,24 @@ function area(name, label, help, json, placeholder = "") {
   const wrong = make("p", { className: "wrong", role: "alert", hidden: true });
   const check = () => {
     wrong.hidden = true;
-    try { if (json) parse(name, name === "tools" ? Array.isArray : undefined); } catch (error) {
+    try { if (json) parse(name); } catch (error) {
       wrong.hidden = false;
       wrong.textContent = t("wrong_json", { why: error.message });
     }
   };
   const input = make("textarea", { id: "set-" + name, value: values[name] || "", placeholder, spellcheck: !json,
     rows: json ? 5 : 3, className: json ? "mono" : "", oninput: () => { keep(name, input.value); check(); } });
+  check();
   return make("label", {}, make("span", {}, label), input, help ? make("small", { className: "dim" }, help) : null, wrong);
 }
 
-export function fillSettings(panel, close) {
+// The same settings in all tabs.
+export function startSettings(panel, close) {
+  fillSettings(panel, close);
+  addEventListener("storage", ({ key }) => { if (key === KEPT) { read(); fillSettings(panel, close); } });
+}
+
+function fillSettings(panel, close) {
   const numbers = NUMBERS.map(([name, min, max, step]) => {
     const input = make("input", { id: "set-" + name, type: "number", min, max, step, value: values[name] ?? "",
       placeholder: t("default_value"), oninput: () => keep(name, input.value) });
