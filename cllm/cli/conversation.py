@@ -266,7 +266,7 @@ class LocalAnswers:
 
         llm = LLM(config=config)
         self._report(f"loading {config.model or 'the embedded model'} …")
-        return llm.__enter__()
+        return llm.open()
 
     def list_models(self) -> list[str]:
         from cllm.models.store import scan
