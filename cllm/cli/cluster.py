@@ -56,7 +56,7 @@ def token_path() -> Path:
 
 def connect_to(cluster: str) -> str:
     """Connect to the head of a cluster; returns its HOST:PORT."""
-    address = ":".join(map(str, split_address(cluster)))
+    address = directory.check_head(cluster)  # Ray would wait for it
     deployment.connect(address)
     return address
 

@@ -335,11 +335,11 @@ def test_a_stream_that_was_made_before_closing_says_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel", -1, "parallel is -1: expected `int` >= 0"),
-        ("parallel", "4", "parallel is '4': expected `int`, got `str`"),
-        ("ctx_size", -5, "ctx_size is -5: expected `int` >= 0"),
-        ("batch_tokens", 0, "batch_tokens is 0: expected `int` >= 32"),
-        ("cache_type_k", "nope", "cache_type_k is 'nope': expected `str` matching"),
+        ("parallel", -1, "parallel is -1: expected a whole number of at least 0"),
+        ("parallel", "4", "parallel is '4': expected a whole number, not a text"),
+        ("ctx_size", -5, "ctx_size is -5: expected a whole number of at least 0"),
+        ("batch_tokens", 0, "batch_tokens is 0: expected a whole number of at least 32"),
+        ("cache_type_k", "nope", "cache_type_k is 'nope': expected one of f32, f16, bf16"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting: str, value: Any, message: str) -> None:
@@ -416,12 +416,12 @@ def test_without_a_seed_each_prompt_draws_its_own() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sampling": SamplingParams(temperature=-1)}, "temperature is -1: expected `float` >= 0.0"),
-        ({"sampling": SamplingParams(top_p=2)}, "top_p is 2: expected `float` <= 1.0"),
+        ({"sampling": SamplingParams(temperature=-1)}, "temperature is -1: expected a number of at least 0"),
+        ({"sampling": SamplingParams(top_p=2)}, "top_p is 2: expected a number of at most 1"),
         ({"sampling": SamplingParams(min_p=float("nan"))}, "min_p is nan: expected a finite number"),
         ({"sampling": SamplingParams(dry_base=float("inf"))}, "dry_base is inf: expected a finite number"),
-        ({"sampling": SamplingParams(top_k=1.5)}, "top_k is 1.5: expected `int`, got `float`"),  # type: ignore[arg-type]
-        ({"sampling": SamplingParams(seed=-1)}, "seed is -1: expected `int` >= 0"),
+        ({"sampling": SamplingParams(top_k=1.5)}, "top_k is 1.5: expected a whole number, not a number"),  # type: ignore[arg-type]
+        ({"sampling": SamplingParams(seed=-1)}, "seed is -1: expected a whole number of at least 0"),
         (
             {"sampling": SamplingParams(logit_bias=((1, float("nan")),))},
             "logit_bias is ((1, nan),): expected",
