@@ -74,7 +74,8 @@ MAX_QUEUE = 1_000_000
 DEFAULT_MAX_TOKENS = 256
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
-Pieces = AsyncGenerator[tuple[str, Usage | None], None]  # of a text, with the usage at its end
+Piece = tuple[str, RequestOutput | ChatReply | None]  # of a text; the last one with how it ended
+Pieces = AsyncGenerator[Piece, None]
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, Any]]
 Options = Mapping[str, Any]
@@ -409,7 +410,7 @@ class AsyncLLM:
             (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
             async for output in stream:
                 _raise_error(output)
-                yield output.text, output.usage
+                yield output.text, output
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
@@ -440,7 +441,7 @@ class AsyncLLM:
 async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:
     async with contextlib.aclosing(chat) as chunks:
         async for chunk in chunks:
-            yield chunk.text, chunk.reply.usage if chunk.reply else None
+            yield chunk.text, chunk.reply
 
 
 async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
@@ -451,15 +452,17 @@ async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
 
 
 class TextStream(Iterator[str]):
-    """The text of an answer, piece by piece. `usage` is known when it has ended."""
+    """The text of an answer, piece by piece. `usage` and `finish_reason` are known when it has ended."""
 
-    def __init__(self, steps: Iterator[tuple[str, Usage | None]]) -> None:
+    def __init__(self, steps: Iterator[Piece]) -> None:
         self._steps = steps
         self.usage: Usage | None = None
+        self.finish_reason: FinishReason | None = None
 
     def __next__(self) -> str:
-        for text, usage in self._steps:
-            self.usage = usage
+        for text, end in self._steps:
+            if end is not None:
+                self.usage, self.finish_reason = end.usage, end.finish_reason
             if text:
                 return text
         raise StopIteration
