@@ -373,6 +373,7 @@ class Dialog:
     def _read(self, stats: AnswerStats, text: list[str], reasoning: list[str]) -> None:
         hidden = self.transcript.think == "hide"
         thinking = False
+        self.screen.markdown = not self.transcript.raw and self.transcript.schema is None  # no JSON
         with closing(self.source.answer(self.transcript.rendered(), self.transcript.options())) as answer:
             for piece in answer:
                 if isinstance(piece, AnswerEnd):

@@ -253,7 +253,7 @@ def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_run_says_tokens_a_second(tiny_model: Path) -> None:
-    with Terminal("run", "hello", "--model", str(tiny_model), "--max-tokens", "8", "--raw") as terminal:
+    with Terminal("run", "hello", "--model", str(tiny_model), "--max-tokens", "99", "--raw") as terminal:
         line = terminal.expect("tokens/s")
-        assert "[8 tokens, " in line
+        assert "[99 tokens, " in line
         assert terminal.wait_closed() == 0
