@@ -1,4 +1,4 @@
-"""Pictures of a comparison, as PNG files. Needs matplotlib (`pip install cllm[bench]`)."""
+"""Pictures of a comparison, as PNG files. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise SetupError("no plots: matplotlib is not installed (pip install 'cllm[bench]')") from None
+        raise SetupError("no plots: matplotlib is not installed (pip install matplotlib)") from None
     return pyplot
 
 

@@ -20,9 +20,9 @@ from cllm.fields import StructKind, describe_unknown, parse_fields
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank|none)?$"
-LAYERS = "^(auto|all)$"
+LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
 MODES = "^(none|layer|row)$"
-SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$"
+SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$(?#a number for each GPU, as 3,1)"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
 MAX_ITL = 4  # targets, where keeping one would cost more throughput than that is worth

@@ -18,6 +18,9 @@ import numpy as np
 from cllm.errors import InvalidRequest
 
 StructKind = TypeVar("StructKind", bound=msgspec.Struct)
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+_KINDS |= {"array": "a list", "object": "a table", "null": "nothing"}
+_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 
 
 def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +41,23 @@ def parse_fields(values: Mapping[str, Any], kind: type[StructKind], *, strict: b
         reason, _, place = str(error).partition(" - at `$.")
         field = re.split(r"\W", place)[0]
         shown = f"{field} is {reprlib.repr(plain[field])}: " if field else ""
-        raise InvalidRequest(f"{shown}{reason[:1].lower()}{reason[1:]}", field or None) from None
+        raise InvalidRequest(shown + describe_reason(reason), field or None) from None
+
+
+def describe_reason(reason: str) -> str:
+    """Say msgspec's reason in words. A pattern's are its comment, `(?#…)`, or else its alternatives."""
+    if found := re.fullmatch(r"Expected `str` matching regex '(.*)'", reason):
+        if said := re.search(r"\(\?#(.*)\)", found[1]):
+            return f"expected {said[1]}"
+        if words := re.search(r"\(([\w|]+)\)", found[1]):
+            return f"expected one of {words[1].replace('|', ', ')}"
+    if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", reason):
+        return f"{found[2]!r} is {'missing' if found[1].startswith('missing') else 'unknown'}"
+    reason = re.sub(r"`([a-z| ]+)`", lambda kinds: kinds[1].replace(" | ", " or "), reason)
+    reason = re.sub(r"\b(int|float|str|bool|array|object|null)\b", lambda kind: _KINDS[kind[1]], reason)
+    reason = reason.replace(", got ", ", not ").replace("of length", "with a length")
+    reason = re.sub(r" ([<>]=?) (\S+?)(\.0)?$", lambda found: f" {_BOUNDS[found[1]]} {found[2]}", reason)
+    return reason[:1].lower() + reason[1:]
 
 
 def check_finite(values: Mapping[str, Any]) -> None:

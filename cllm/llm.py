@@ -1,12 +1,12 @@
 """The Python API: a model for scripts (`LLM`) and for asyncio (`AsyncLLM`).
 
-    with LLM("model.gguf") as llm:
-        print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
-        print(llm.chat([{"role": "user", "content": "What is AI?"}]).text)
+    llm = LLM("model.gguf")
+    print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
+    print(llm.chat("What is AI?", temperature=0).text)
 
 Requests of one call, and of several threads or tasks, are batched automatically. The model runs in worker
-processes, as a server's does: a crashed one is replaced, and answers go on where they were. A model that is
-still open when the interpreter exits is closed then; a forked child cannot use it.
+processes, as a server's does: a crashed one is replaced, and answers go on where they were. A model is opened
+by its first use, or by `with`, and closed at exit, by `with` or by `close()`; a forked child cannot use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import (
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -60,6 +60,7 @@ from cllm.types import (
     Prompt,
     Request,
     RequestOutput,
+    SamplingOptions,
     SamplingParams,
     TokenLogprob,
     Usage,
@@ -73,14 +74,17 @@ MAX_QUEUE = 1_000_000
 DEFAULT_MAX_TOKENS = 256
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
-Pieces = AsyncGenerator[tuple[str, Usage | None], None]  # of a text, with the usage at its end
+Piece = tuple[str, RequestOutput | ChatReply | None]  # of a text; the last one with how it ended
+Pieces = AsyncGenerator[Piece, None]
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, Any]]
+Options = Mapping[str, Any]
 Sampling = SamplingParams | None
+Stream = AsyncGenerator[Item, None]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """How much is generated."""
+class GenerateOptions(SamplingOptions, total=False):
+    """How tokens are sampled, and how many."""
 
     max_tokens: int  # 256 unless given
     stop: str | Sequence[str] | None  # a stop string or several; they are not part of the answer
@@ -146,16 +150,27 @@ def _raise_error(output: RequestOutput) -> None:
 def _check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for a keyword argument that means nothing."""
     if unknown := sorted(set(given) - set(known)):
-        raise TypeError(f"{call}() got an unexpected keyword argument {describe_unknown(unknown[0], known)}")
+        named = describe_unknown(unknown[0], [*known, "sampling"])
+        raise TypeError(f"{call}() got an unexpected keyword argument {named}")
 
 
-def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, logprobs: int = 0) -> Request:
-    """A request without prompt. Raises InvalidRequest, TypeError."""
-    if sampling is None:
-        sampling = SamplingParams()
-    elif not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
-    sampling = parse_fields(msgspec.structs.asdict(sampling), SamplingParams)
+def _merge_sampling(sampling: Sampling, options: dict[str, Any]) -> SamplingParams:
+    """Take the fields of sampling out of the options; they win over `sampling`.
+
+    Raises InvalidRequest, TypeError.
+    """
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        wrong = f"sampling must be SamplingParams, not {type(sampling).__name__}"
+        raise TypeError(f"{wrong}: write temperature=0, seed=1, … as keyword arguments, or SamplingParams(…)")
+    fields = msgspec.structs.asdict(sampling or SamplingParams())
+    fields |= {name: options.pop(name) for name in fields.keys() & options.keys()}
+    return parse_fields(fields, SamplingParams)
+
+
+def _make_request(
+    engine: EngineClient, body: OpenAIBody, sampling: SamplingParams, logprobs: int = 0
+) -> Request:
+    """A request without prompt. Raises InvalidRequest."""
     check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
     seed = secrets.randbelow(SEED_SPACE) if sampling.seed is None else sampling.seed % SEED_SPACE
     assert isinstance(body, ChatBody | CompletionBody)
@@ -175,14 +190,25 @@ def _make_request(engine: EngineClient, body: OpenAIBody, sampling: Sampling, lo
 
 
 def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
-    found = (texts,) if isinstance(texts, str) else tuple(texts)
+    found = (texts,) if isinstance(texts, str | None) else tuple(texts)
     if not all(isinstance(text, str) for text in found):
-        raise InvalidRequest(f"{field}: expected a text or a sequence of texts", field)
+        hint = "; `chat` takes messages" if isinstance(found[0], Mapping) else ""
+        raise InvalidRequest(f"{field}: expected a text or a sequence of texts{hint}", field)
     return found
 
 
+def _messages(messages: str | Messages) -> list[dict[str, Any]]:
+    """Messages as an API takes them; a text is what the user says."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages):
+        return [dict(each) for each in messages if isinstance(each, Mapping)]
+    wanted = '[{"role": "user", "content": "…"}]'
+    raise InvalidRequest(f"messages: expected a text, or a list of messages: {wanted}", "messages")
+
+
 class AsyncLLM:
-    """A model for asyncio. An asynchronous context manager; use it on the event loop that entered it."""
+    """A model for asyncio. An asynchronous context manager; use it on the event loop of its first use."""
 
     def __init__(
         self,
@@ -195,7 +221,7 @@ class AsyncLLM:
         """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
 
         `worker` names another module for the worker processes: `cllm.testing` answers by script.
-        Raises SetupError when the model cannot be served; it is loaded on entry.
+        Raises SetupError when the model cannot be served. Its first use loads it, or `open` and `with` do.
         """
         _check_names("LLM", settings, EngineConfig.__struct_fields__)
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
@@ -210,7 +236,7 @@ class AsyncLLM:
         self._engine = EngineClient(executor, queue_size=MAX_QUEUE)
         self._engine.shutdown_message = "the model was closed"
         self._engine.unread_limit = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that entered it
+        self._loop: asyncio.AbstractEventLoop | None = None  # that opened it
         self._process: int | None = None  # the same
         self._closed = False
 
@@ -226,20 +252,30 @@ class AsyncLLM:
         assert self._engine.limits is not None
         return self._engine.limits
 
-    async def __aenter__(self) -> Self:
-        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
-        if self._closed or self._process is not None:
-            state = "closed" if self._closed else "open already"
-            raise RuntimeError(f"this model is {state}: each can be opened once; make another")
-        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
-        atexit.register(self._stop_at_exit)
-        try:
-            self._engine.start(self._loop)
-            await asyncio.wrap_future(self._engine.loaded)
-        except BaseException:
-            await self.close()
-            raise
+    async def open(self) -> Self:
+        """Load the model, or wait until another call has loaded it. An open model stays as it is.
+
+        Raises what keeps it from loading; ShuttingDown if it is closed, also meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        if self._process is None and not self._closed:
+            self._loop, self._process = loop, os.getpid()
+            atexit.register(self._stop_at_exit)
+            try:
+                self._engine.start(loop)
+                await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
+            except BaseException:
+                await self.close()
+                raise
+        elif not self._engine.loaded.done() and self._loop is loop:
+            await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
+        self._check_open()
+        if self._loop is not loop:
+            raise EngineNotReady("this model was opened on another event loop: make one for each")
         return self
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -265,7 +301,7 @@ class AsyncLLM:
         if self._closed:
             raise ShuttingDown("this model is closed: open another one")
         if self._process is None:
-            raise EngineNotReady("open it first: `with LLM(...)` or `async with AsyncLLM(...)`")
+            raise EngineNotReady("open it first: `await llm.open()`, `async with AsyncLLM(...)`, or any call")
         if self._process != os.getpid():
             raise EngineNotReady("this model was opened in another process: open one of its own here")
         if self._engine.info is None:
@@ -286,6 +322,7 @@ class AsyncLLM:
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See `LLM.generate`."""
+        await self.open()
         texts = _texts(prompts, "prompts")
         requests = [self._make_request(sampling, options, "generate") for _ in texts]
         left = iter(requests)
@@ -295,36 +332,49 @@ class AsyncLLM:
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
+        self, messages: str | Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
     ) -> Coroutine[Any, Any, ChatReply]: ...
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
+        self, messages: str | Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
     ) -> AsyncGenerator[ChatChunk, None]: ...
 
     def chat(
-        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
+        self, messages: str | Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
+        chunks = self._when_open(lambda: self._chat(messages, sampling, {**options, "stream": stream}))
+        return chunks if stream else self._wait_for_reply(chunks)
+
+    def _chat(self, messages: str | Messages, sampling: Sampling, options: Options) -> Stream[ChatChunk]:
         self._check_open()
-        _check_names("chat", options, ChatOptions.__annotations__)
-        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": [*map(dict, messages)]}
-        given["stream"] = stream
+        _check_names("chat", options, StreamedOptions.__annotations__)
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": _messages(messages)}
+        sampling = _merge_sampling(sampling, given)
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
         body = ChatBody.parse(given)
         logprobs = max(1, body.top) if body.top is not None else 0
-        chunks = self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
-        return chunks if stream else self._wait_for_reply(chunks)
+        return self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
+
+    def _when_open(self, make: Callable[[], Stream[Item]]) -> Stream[Item]:
+        """Make a stream: at once where the model is open, so that wrong arguments raise; else when it is."""
+        return self._open_and_read(make) if self._engine.info is None else make()
+
+    async def _open_and_read(self, make: Callable[[], Stream[Item]]) -> Stream[Item]:
+        await self.open()
+        async with contextlib.aclosing(make()) as items:
+            async for item in items:
+                yield item
 
     def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
         self._check_open()
         _check_names(call, options, GenerateOptions.__annotations__)
-        body = CompletionBody.parse(
-            {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": "", "stream": call == "stream"}
-        )
-        return _make_request(self._engine, body, sampling)
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""}
+        sampling = _merge_sampling(sampling, given)
+        given["stream"] = call == "stream"
+        return _make_request(self._engine, CompletionBody.parse(given), sampling)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
         last = [chunk async for chunk in chunks][-1]
@@ -350,7 +400,9 @@ class AsyncLLM:
 
     def _stream(self, prompt: str | Messages, sampling: Sampling, options: GenerateOptions) -> Pieces:
         if isinstance(prompt, str):
-            return self._read_text(self._make_request(sampling, options, "stream"), prompt)
+            return self._when_open(
+                lambda: self._read_text(self._make_request(sampling, options, "stream"), prompt)
+            )
         return _get_pieces(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
 
     async def _read_text(self, request: Request, prompt: str) -> Pieces:
@@ -359,14 +411,14 @@ class AsyncLLM:
             (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
             async for output in stream:
                 _raise_error(output)
-                yield output.text, output.usage
+                yield output.text, output
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
-        info = self._check_open()
+        await self.open()
         if not texts:
             return []
-        if info.pooling is Pooling.RANK:
+        if self.info.pooling is Pooling.RANK:
             raise InvalidRequest(
                 "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
             )
@@ -390,7 +442,7 @@ class AsyncLLM:
 async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:
     async with contextlib.aclosing(chat) as chunks:
         async for chunk in chunks:
-            yield chunk.text, chunk.reply.usage if chunk.reply else None
+            yield chunk.text, chunk.reply
 
 
 async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
@@ -401,22 +453,24 @@ async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
 
 
 class TextStream(Iterator[str]):
-    """The text of an answer, piece by piece. `usage` is known when it has ended."""
+    """The text of an answer, piece by piece. `usage` and `finish_reason` are known when it has ended."""
 
-    def __init__(self, steps: Iterator[tuple[str, Usage | None]]) -> None:
+    def __init__(self, steps: Iterator[Piece]) -> None:
         self._steps = steps
         self.usage: Usage | None = None
+        self.finish_reason: FinishReason | None = None
 
     def __next__(self) -> str:
-        for text, usage in self._steps:
-            self.usage = usage
+        for text, end in self._steps:
+            if end is not None:
+                self.usage, self.finish_reason = end.usage, end.finish_reason
             if text:
                 return text
         raise StopIteration
 
 
 class LLM:
-    """A model for synchronous Python. A context manager; safe to use from several threads.
+    """A model for synchronous Python, opened by its first use. A context manager; threads may share it.
 
     An `AsyncLLM` on an event loop in another thread; so it also works in a notebook, where one runs already.
     """
@@ -427,18 +481,23 @@ class LLM:
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model. Raises EngineNotReady before it is opened."""
-        return self._model.info
+        """The loaded model."""
+        return self.open()._model.info
 
     @property
     def limits(self) -> Limits:
-        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
-        return self._model.limits
+        """The limits of the loaded model."""
+        return self.open()._model.limits
+
+    def open(self) -> Self:
+        """Load the model, where no call has done so. Raises what keeps it from loading; ShuttingDown."""
+        if self._model._engine.info is None:
+            _wait_for(_get_loop(os.getpid()), self._model.open)
+        self._model._check_open()
+        return self
 
     def __enter__(self) -> Self:
-        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
-        _wait_for(_get_loop(os.getpid()), self._model.__aenter__)
-        return self
+        return self.open()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -453,32 +512,33 @@ class LLM:
         """Complete raw prompts, all in one batch; the results have the order of the prompts.
 
         A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded. When
-        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own. The
-        other options are in `GenerateOptions`.
+        one raises, the others are cancelled. Fields of `SamplingParams` are also options, as
+        `temperature=0`; without a seed each prompt draws its own. The other options are in
+        `GenerateOptions`.
         """
         return self._run(self._model.generate, prompts, sampling, **options)
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
+        self, messages: str | Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
     ) -> ChatReply: ...
 
     @overload
     def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
+        self, messages: str | Messages, sampling: Sampling = None, **options: Unpack[StreamedOptions]
     ) -> Iterator[ChatChunk]: ...
 
     def chat(
-        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
+        self, messages: str | Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> ChatReply | Iterator[ChatChunk]:
-        """Reply to a conversation (`[{"role": "user", "content": "…"}]`), with the model's chat template.
+        """Reply to a text, or to a conversation (`[{"role": "user", "content": "…"}]`), by the chat template.
 
         The options are those of `/v1/chat/completions`: `tools`, `tool_choice`, `response_format`, `n`,
         `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
         all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
         """
         if stream:
-            return self._iterate(self._model.chat(messages, sampling, stream=True, **options))
+            return self._iterate(self.open()._model.chat(messages, sampling, stream=True, **options))
         reply: ChatReply = self._run(self._model.chat, messages, sampling, **options)
         return reply
 
@@ -486,14 +546,14 @@ class LLM:
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> TextStream:
         """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
-        return TextStream(self._iterate(self._model._stream(prompt, sampling, options)))
+        return TextStream(self._iterate(self.open()._model._stream(prompt, sampling, options)))
 
     def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """An embedding of norm 1 for each text, in their order."""
         return self._run(self._model.embed, texts)
 
     def _run(self, call: Callable[..., Awaitable[Result]], /, *arguments: Any, **options: Any) -> Result:
-        self._model._check_open()
+        self.open()
         assert self._model._loop is not None
         return _wait_for(self._model._loop, call, *arguments, **options)
 

@@ -5,8 +5,9 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, StrEnum
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -137,6 +138,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GRAMMAR_CACHE_BYTES = 48 << 20  # of compiled grammars, in the engine
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, each as an option of its own."""
+
+    temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    logit_bias: Sequence[tuple[int, float]]
+    ignore_eos: bool
+    seed: int | None
 
 
 class ConstraintKind(StrEnum):

@@ -116,7 +116,7 @@ def check_value(schema: Mapping[str, Any], value: Any) -> str | None:
     try:
         import jsonschema
     except ImportError:
-        raise SetupError("this needs the package jsonschema: pip install 'cllm[test]'") from None
+        raise SetupError("this needs the package jsonschema: pip install jsonschema") from None
     formats = jsonschema.FormatChecker(("date", "uuid", "ipv4"))
     # Without an extra package jsonschema knows only draft 3's `time`, which has no offset, and no date-time.
     formats.checks("time")(lambda value: not isinstance(value, str) or _is_time(value))

@@ -1,4 +1,4 @@
-"""Make the screenshots of the page in docs/images: each tab, at 1280 and 390 pixels, light and dark.
+"""Make the screenshots of the page in docs/images: those that a document shows (`SHOWN`).
 
 python scripts/screenshots.py [FOLDER]   (make screenshots)
 
@@ -27,6 +27,10 @@ from tests.e2e.golden.record import scripted_server  # noqa: E402
 
 SIZES = {1280: 800, 390: 844}
 SCHEMES = ("light", "dark")
+SHOWN = (  # tab, width and scheme of each
+    *("chat-1280-light.png", "live-1280-light.png", "live-kv-1280-dark.png", "models-1280-light.png"),
+    *("api-1280-light.png", "chat-390-dark.png", "live-390-light.png"),
+)
 SETTINGS = ("--step-ms", "20", "--parallel", "12", "--ctx-size", "24576")
 WARM_S = 60
 MAX_BYTES = 150_000
@@ -103,6 +107,8 @@ class Load:
 
 
 def take(page: Any, path: Path) -> None:
+    if path.name not in SHOWN:
+        return
     page.screenshot(path=path)
     assert path.stat().st_size <= MAX_BYTES, f"{path.name} has {path.stat().st_size} bytes"
     print(path.name, path.stat().st_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -12,12 +13,11 @@ import typer
 from typer import Argument, Option
 
 from cllm.cli.client import Url
-from cllm.cli.conversation import AnswerEnd, AnswerStats, Dialog, Transcript, open_source
+from cllm.cli.conversation import Dialog, Transcript, open_source
 from cllm.cli.terminal import Screen
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
 from cllm.logs import configure_logging
-from cllm.types import SamplingParams
 
 MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
 THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
@@ -49,7 +49,7 @@ def chat_command(
     configure_logging(log_level)
     screen = Screen()
     interactive = sys.stdin.isatty() and screen.is_terminal
-    question = "" if interactive else sys.stdin.read().strip()
+    question = "" if interactive else _read_input()
     config = EngineConfig(model=model, parallel=1, ctx_size=ctx_size, threads=threads, offline=offline)
     if think not in ("on", "off", "hide"):
         raise SetupError(f"--think {think}: there are on, off and hide")
@@ -64,10 +64,7 @@ def chat_command(
                 state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
                 ChatLoop(dialog, Path(state, "cllm", "chat_history").expanduser()).run()
             else:
-                dialog.transcript.ask(question)
-                if not dialog.answer():
-                    raise KeyboardInterrupt
-                _report(dialog.describe_last())
+                _answer_once(dialog, question)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -77,10 +74,33 @@ def _report(text: str) -> None:
         typer.echo(text, err=True)
 
 
+def _read_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError:
+        raise SetupError("standard input is no text in UTF-8") from None
+
+
+def _answer_once(dialog: Dialog, question: str) -> None:
+    """Answer one question; say where the answer is from, and whether it was cut."""
+    dialog.transcript.ask(question)
+    if not dialog.answer():
+        raise KeyboardInterrupt
+    end, source, limit = dialog.stats[-1].end, dialog.source, dialog.transcript.settings.get("max_tokens")
+    _report(f"[{dialog.describe_last()}; {source.name}, {source.where}]")
+    if end.cut:
+        reason = f"at {limit} tokens; --max-tokens N allows more" if end.tokens == limit else "by the context"
+        typer.echo(f"cllm: the answer was cut {reason}", err=True)
+
+
 def run_command(
-    prompt: Annotated[str, Argument(help="The prompt; '-' reads standard input")],
-    model: Annotated[str, Option(**MODEL, help="File, hf:… or name; none: the embedded one")] = "",
-    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens to generate at most")] = 256,
+    prompt: Annotated[
+        str, Argument(help="The prompt; a file or pipe on standard input follows it", show_default=False)
+    ] = "",
+    model: Annotated[str, Option(**MODEL, help="File, hf:… or name. None: the server's, or embedded")] = "",
+    url: Url = "",
+    local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs")] = False,
+    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens to generate at most")] = 1024,
     temperature: Annotated[float, Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
     seed: Annotated[int, Option(min=0, metavar="N", help="Same seed, same text")] = 0,
     raw: Annotated[bool, Option("--raw", help="Complete the prompt as it is: no chat template")] = False,
@@ -88,23 +108,21 @@ def run_command(
     offline: Annotated[bool, Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
     log_level: Annotated[str, Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
-    """Answer one prompt and print it as it comes."""
-    from cllm.llm import LLM
+    """Answer one prompt and print it as it comes, from a running server or a model that is loaded here.
 
+    `cllm run < FILE` reads the prompt from a file; `cat FILE | cllm run "Sum this up:"` puts it before one.
+    """
     configure_logging(log_level)
-    screen = Screen()
-    text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = EngineConfig(parallel=1, threads=threads, offline=offline)
-    with LLM(model, config=config) as llm:
-        chat = not raw and llm.info.chat_template is not None
-        question = [{"role": "user", "content": text}] if chat else text
-        stats = AnswerStats()
-        stream = llm.stream(question, sampling, max_tokens=max_tokens)
-        for piece in stream:
-            stats.see_piece()
-            screen.write(piece)
-        screen.end()
-        if (usage := stream.usage) is not None:
-            stats.end = AnswerEnd(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-            _report(f"[{stats.describe(llm.limits.request_tokens)}]")
+    given = "" if prompt == "-" else prompt
+    piped = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFREG, stat.S_IFIFO)  # not a terminal or /dev/null
+    text = "\n\n".join(filter(None, (given, _read_input() if piped or prompt == "-" else "")))
+    if not text:
+        raise SetupError('there is no prompt: say `cllm run "…"`, or give it on standard input')
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    config = EngineConfig(model=model, parallel=1, threads=threads, offline=offline)
+    try:
+        with closing(open_source(model, url, config, _report, local=local)) as source:
+            transcript = Transcript(settings=settings, raw=raw or source.is_base)
+            _answer_once(Dialog(source, transcript, Screen()), text)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -56,7 +56,7 @@ def token_path() -> Path:
 
 def connect_to(cluster: str) -> str:
     """Connect to the head of a cluster; returns its HOST:PORT."""
-    address = ":".join(map(str, split_address(cluster)))
+    address = directory.check_head(cluster)  # Ray would wait for it
     deployment.connect(address)
     return address
 
@@ -65,7 +65,7 @@ def run_ray(arguments: Sequence[str], **variables: str) -> None:
     """Run Ray's command, beside this Python, with our settings. Raises SetupError with what it said last."""
     program = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")
     if program is None:
-        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'")
+        raise ConfigError(directory.NO_RAY)
     environment = {**deployment.SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path()), **os.environ, **variables}
     output, errors = (None, None) if "--block" in arguments else (subprocess.PIPE, subprocess.STDOUT)
     command, nothing = [program, *arguments], subprocess.DEVNULL

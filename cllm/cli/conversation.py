@@ -22,7 +22,8 @@ from cllm.fields import describe_unknown, parse_fields
 from cllm.types import SamplingParams
 
 if TYPE_CHECKING:
-    from cllm.llm import LLM
+    from cllm.chat.reply import ChatReply
+    from cllm.llm import LLM, TextStream
 
 MAX_FILE_BYTES = 1 << 20  # of a text that goes into a question
 MAX_SAVED_BYTES = 64 << 20
@@ -60,6 +61,7 @@ class Transcript(msgspec.Struct):
     system: str = ""
     settings: dict[str, Any] = {}
     think: Think = "on"
+    raw: bool = False  # complete the question as it is: no chat template
     schema: dict[str, Any] | None = None  # of the answers; an empty one: any object
     messages: list[Message] = []
 
@@ -79,8 +81,10 @@ class Transcript(msgspec.Struct):
             self.messages.pop()
         return self.unanswered
 
-    def rendered(self) -> list[dict[str, Any]]:
-        """The messages as an API takes them."""
+    def rendered(self) -> str | list[dict[str, Any]]:
+        """The messages, or the raw question, as an API takes them."""
+        if self.raw:
+            return self.messages[-1].content
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *(msgspec.to_builtins(message) for message in self.messages)]
 
@@ -211,6 +215,7 @@ class ServerAnswers(ServerClient):
     """Answers of a running server, once a model of it is chosen."""
 
     name, context = "", 0  # a context of 0 is unknown
+    is_base = False  # a server has a chat template for each model
 
     @property
     def where(self) -> str:
@@ -224,17 +229,18 @@ class ServerAnswers(ServerClient):
         """Take the model of this name, or any for "". Raise ModelNotFound, with the list."""
         self.name, self.context = self.find_model(name)[:2]
 
-    def answer(self, messages: Messages, options: Options) -> Answer:
+    def answer(self, messages: str | Messages, options: Options) -> Answer:
         usage = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {"model": self.name, "messages": messages, **options, **usage}
+        raw = isinstance(messages, str)
+        body = {"model": self.name, "prompt" if raw else "messages": messages, **options, **usage}
         end = AnswerEnd()
-        with closing(self.stream("/v1/chat/completions", body)) as events:
+        with closing(self.stream("/v1/completions" if raw else "/v1/chat/completions", body)) as events:
             for event in events:
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
                     if thought := delta.get("reasoning_content") or delta.get("reasoning"):
                         yield Piece(thought, reasoning=True)
-                    if text := delta.get("content"):
+                    if text := delta.get("content") or choice.get("text"):
                         yield Piece(text)
                     end = end._replace(cut=end.cut or choice.get("finish_reason") == "length")
                 if used := event.get("usage"):
@@ -261,12 +267,16 @@ class LocalAnswers:
     def context(self) -> int:
         return self._llm.limits.request_tokens
 
+    @property
+    def is_base(self) -> bool:
+        return self._llm.info.chat_template is None
+
     def _open(self, config: EngineConfig) -> LLM:
         from cllm.llm import LLM
 
         llm = LLM(config=config)
         self._report(f"loading {config.model or 'the embedded model'} …")
-        return llm.__enter__()
+        return llm.open()
 
     def list_models(self) -> list[str]:
         from cllm.models.store import scan
@@ -284,22 +294,29 @@ class LocalAnswers:
             self._llm = self._open(self._config)
             raise
 
-    def answer(self, messages: Messages, options: Options) -> Answer:
-        sampling = SamplingParams(**{name: value for name, value in options.items() if name in SAMPLING})
-        more: dict[str, Any] = {name: value for name, value in options.items() if name not in SAMPLING}
-        more.setdefault("max_tokens", self.context)
-        for chunk in self._llm.chat(messages, sampling, stream=True, **more):
+    def answer(self, messages: str | Messages, options: Options) -> Answer:
+        given: dict[str, Any] = {"max_tokens": self.context, **options}
+        if isinstance(messages, str):
+            stream = self._llm.stream(messages, **given)
+            yield from map(Piece, stream)
+            yield _make_end(stream)
+            return
+        for chunk in self._llm.chat(messages, stream=True, **given):
             if chunk.reasoning:
                 yield Piece(chunk.reasoning, reasoning=True)
             if chunk.text:
                 yield Piece(chunk.text)
             if chunk.reply is not None:
-                usage = chunk.reply.usage
-                cut = chunk.reply.finish_reason == "length"
-                yield AnswerEnd(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cut)
+                yield _make_end(chunk.reply)
 
     def close(self) -> None:
         self._llm.close()
+
+
+def _make_end(ended: TextStream | ChatReply) -> AnswerEnd:
+    usage, cut = ended.usage, ended.finish_reason == "length"
+    assert usage is not None
+    return AnswerEnd(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, cut)
 
 
 AnswerSource = ServerAnswers | LocalAnswers  # every method raises CllmError with one line
@@ -356,6 +373,7 @@ class Dialog:
     def _read(self, stats: AnswerStats, text: list[str], reasoning: list[str]) -> None:
         hidden = self.transcript.think == "hide"
         thinking = False
+        self.screen.markdown = not self.transcript.raw and self.transcript.schema is None  # no JSON
         with closing(self.source.answer(self.transcript.rendered(), self.transcript.options())) as answer:
             for piece in answer:
                 if isinstance(piece, AnswerEnd):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 from typer.core import TyperGroup
 
 from cllm import __version__
@@ -34,13 +33,17 @@ COMMANDS = {  # name: module and function
     "build": (__name__, "build_command"),
     "service": ("cllm.cli.service", "service_app"),
     "cluster": ("cllm.cli.cluster", "cluster_app"),
-    "keys": (__name__, "keys_app"),
+    "keys": ("cllm.cli.keys", "keys_app"),
 }
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 class Commands(TyperGroup):
     """Imports a command's module on demand, so that `cllm --version` takes 0.1 s."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # typer suggests one of them
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -99,29 +102,6 @@ def build_command(context: typer.Context) -> None:
     from cllm.build.build import main as build
 
     raise typer.Exit(build(context.args, prog="cllm build"))
-
-
-keys_app = typer.Typer(help="Manage the API keys of a server.", no_args_is_help=True)
-
-
-@keys_app.callback()
-def _keys() -> None:
-    pass
-
-
-@keys_app.command("new")
-def new_key(
-    name: Annotated[str, Argument(help="The tenant: a person or a program")],
-    admin: Annotated[bool, Option("--admin", help="It may use /debug, /admin, /metrics, /slots")] = False,
-    file: Annotated[Path, Option("--file", help="The keys file", envvar="CLLM_API_KEYS")] = Path(
-        "cllm-keys.toml"
-    ),
-) -> None:
-    """Make a key: printed once, kept as a hash. A running server takes it up on SIGHUP."""
-    from cllm.server.keys import add_key
-
-    typer.echo(add_key(file, name, admin=admin))
-    typer.echo(f"kept as a hash in {file}; serve with --api-keys {file}, or send SIGHUP if it runs", err=True)
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ from cllm.models.files import format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.names import path_below
 from cllm.server.app import check_defaults, read_defaults
-from cllm.server.serve import Listeners, bind, serve
+from cllm.server.keys import KeyRing
+from cllm.server.serve import Listeners, bind, make_tls, serve
 from cllm.workers.executor import ProcessExecutor
 
 CLUSTER_WORKER = "cllm.cluster.cluster_worker"
@@ -63,7 +64,8 @@ def run(config: Config, more: Sequence[str] = ()) -> None:
     config = config.with_disk_cache()
     if config.server.model_dir:
         os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
-    read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
+    read_defaults(config.server.defaults)  # what is wrong is refused before anything is loaded
+    KeyRing(config.server.api_keys, config.server.api_key), make_tls(config.server)
     models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:
         if is_several(models, config):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
+from contextlib import suppress
+from io import StringIO, TextIOWrapper
 from typing import Annotated
 
 import typer
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from typer import Option
 
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
@@ -17,6 +19,11 @@ AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+MAX_WORD = 40  # columns; a longer word is cut where a row ends
+_WORDS = re.compile(r"\s|[\u2e80-\uffef]|[^\s\u2e80-\uffef]+")  # Chinese breaks between signs
+_OPEN = re.compile(r"[^\s\u2e80-\uffef]+")
+_FENCE = re.compile(r"^ *(`{3,}|~{3,})", re.MULTILINE)
+_CODE = re.compile(rf"(?ms){_FENCE.pattern} *([\w+#.-]*)[^\n]*\n(.*?)^ *\1[`~]* *(?:\n|\Z)")
 _RIGHT = ("size", "downloads", "context", "takes", "requests")  # columns of numbers
 
 
@@ -43,19 +50,87 @@ def make_visible(text: str) -> str:
     return text if text.isprintable() else text.translate(_VISIBLE)
 
 
+class Wrap:
+    """Text in rows that fit the terminal: a word that does not fit begins the next one."""
+
+    def __init__(self) -> None:
+        self.column = self.row = 0
+        self._word = ""  # its end has not come yet
+
+    def add(self, text: str, *, end: bool = False) -> str:
+        """Return what can be shown now: all but a word that may go on."""
+        width, shown = get_size()[0], []
+        words = _WORDS.findall(self._word + text)
+        parts = [part for word in words for part in chop_cells(word, min(width, MAX_WORD)) or (word,)]
+        self._word = parts.pop() if not end and parts and _OPEN.fullmatch(parts[-1]) else ""
+        for part in parts:
+            fits = self.column + cell_len(part) <= width
+            if part == "\n" or not (fits or part.isspace()):
+                shown.append("\n")
+                self.column, self.row = 0, self.row + 1
+            if part != "\n" and (fits or not part.isspace()):  # no space ends a row
+                shown.append(part)
+                self.column += cell_len(part)
+        return "".join(shown)
+
+
+def get_size() -> tuple[int, int]:
+    """Columns and rows of the terminal, less one column: a full row would move the cursor."""
+    with suppress(OSError, ValueError):
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return max(size.columns - 1, 8) if size.columns else 79, size.lines or 24
+    return 79, 24
+
+
+def is_whole(block: str) -> bool:
+    """Return True if a block of Markdown has ended: by an empty line, or by the end of its code."""
+    rest = _CODE.sub("\0", block)
+    return not _FENCE.search(rest) and rest.endswith(("\0", "\n\n"))
+
+
+def render(text: str) -> str:
+    """Render Markdown. Line breaks stay, HTML is text, code has colours and no margin."""
+    from markdown_it import MarkdownIt
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.syntax import Syntax
+
+    console = Console(file=StringIO(), force_terminal=True, width=get_size()[0], highlight=False)
+    before = 0
+    for code in (*_CODE.finditer(text), None):
+        plain = text[before : code.start() if code else None].strip("\n")
+        if plain.strip():
+            document = Markdown("", hyperlinks=False)
+            parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+            document.parsed = parser.parse(plain.replace("\n", "  \n"))
+            console.print(document)
+        if code:
+            before = code.end()
+            shown = Syntax("", code[2] or "text", theme="ansi_dark", background_color="default")
+            console.print(shown.highlight(code[3]), end="", soft_wrap=True)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(map(str.rstrip, lines)).strip("\n") + "\n"
+
+
 class Screen:
     """Standard output. On a terminal answers are made harmless and remarks are dim; a pipe gets answers.
 
-    Remarks go to standard error where there is no terminal to tell them from the answer.
+    A terminal shows an answer in whole words as it comes, and where it has styles, each block of Markdown
+    once more, rendered, when it has ended. Remarks go to standard error where there is no terminal to tell
+    them from the answer.
     """
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding shows what it can
-        self._styled = self.is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        self._styled = self.is_terminal and not plain
+        self.markdown = True
+        self._wrap = Wrap()
+        self._block = ""  # of Markdown that has not ended
+        self._gap = False  # the next block follows an empty line
         self._dim = False
-        self._column = False  # the cursor is within a line
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """More of an answer. What is dim is not for a pipe."""
@@ -64,19 +139,47 @@ class Screen:
         if self._styled and dim != self._dim:
             sys.stdout.write(_DIM if dim else _PLAIN)
         self._dim = dim
-        sys.stdout.write(make_visible(text) if self.is_terminal else text)
+        if not self.is_terminal:
+            sys.stdout.write(text)
+            self._wrap.column = not text.endswith("\n")
+        elif dim or not (self._styled and self.markdown):
+            sys.stdout.write(self._wrap.add(make_visible(text)))
+        else:
+            for line in make_visible(text).expandtabs(4).splitlines(keepends=True):
+                self._add(line)
         sys.stdout.flush()
-        self._column = not text.endswith("\n")
+
+    def _add(self, line: str) -> None:
+        """Show a line of Markdown, or a part of one."""
+        if not self._block and not line.strip():
+            return
+        if not self._block and self._gap:
+            sys.stdout.write("\n")
+        self._gap, self._block = False, self._block + line
+        sys.stdout.write(self._wrap.add(line))
+        if is_whole(self._block):
+            self._render()
+
+    def _render(self) -> None:
+        """Show the block again as it is meant; one that fills the terminal stays as it came."""
+        sys.stdout.write(self._wrap.add("", end=True))
+        if self._wrap.row < get_size()[1]:
+            up = f"\x1b[{self._wrap.row}A" if self._wrap.row else ""
+            sys.stdout.write(f"\r{up}\x1b[J{render(self._block)}")
+            self._wrap, self._gap = Wrap(), True
+        self._block, self._wrap.row = "", 0
 
     def end(self) -> None:
         """End the answer: style and line."""
+        if self._block:
+            self._render()
+        sys.stdout.write(self._wrap.add("", end=True))
         if self._styled and self._dim:
             sys.stdout.write(_PLAIN)
-        self._dim = False
-        if self._column:
+        if self._wrap.column:
             sys.stdout.write("\n")
         sys.stdout.flush()
-        self._column = False
+        self._dim, self._gap, self._wrap = False, False, Wrap()
 
     def remark(self, text: str) -> None:
         """A dim line beside the answers."""
@@ -85,5 +188,6 @@ class Screen:
     def say(self, text: str, *, dim: bool = False) -> None:
         """A line beside the answers: an error, or what a command shows."""
         self.end()
-        line = f"{_DIM}{make_visible(text)}{_PLAIN}" if dim and self._styled else make_visible(text)
+        line = Wrap().add(make_visible(text), end=True) if self.is_terminal else text
+        line = f"{_DIM}{line}{_PLAIN}" if dim and self._styled else line
         print(line, file=sys.stdout if self.is_terminal else sys.stderr, flush=True)

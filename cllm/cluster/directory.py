@@ -25,7 +25,7 @@ NAMESPACE = b"cllm"
 CALL_S = 2.0
 DEFAULT_PORT = 6379
 TOKEN_FILE = "~/.config/cllm/cluster-token"
-NO_RAY = "Ray is not installed: pip install 'cllm[cluster]'"
+NO_RAY = "Ray is not installed: pip install 'ray[serve]>=2.60,<2.61'"
 
 
 def name_deployment(engine: EngineConfig, path: Path) -> str:

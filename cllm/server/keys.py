@@ -20,25 +20,26 @@ import secrets
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.fields import check_finite
+from cllm.fields import describe_unknown, parse_fields
 from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 
 PREFIX = "cllm-"
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+HASH = "^sha256:[0-9a-f]{64}$(?#sha256: and 64 hexadecimal digits, as `cllm keys new` writes them)"
 
 
 class KeyEntry(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One table of the file; its name is the tenant's."""
 
-    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    hash: Annotated[str, Meta(pattern=HASH)]
 
 
 def digest(key: str) -> bytes:
@@ -47,15 +48,13 @@ def digest(key: str) -> bytes:
 
 def read_keys(path: Path) -> dict[bytes, TenantLimits]:
     """The tenants of a keys file, by the hash of their key. Raises ConfigError."""
-    try:
-        document = tomllib.loads(path.read_text())
-        entries = msgspec.convert(document, dict[Name, KeyEntry])
-        for table in document.values():
-            check_finite(table)
-    except OSError as error:
-        raise ConfigError(f"the keys file {path.name} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, InvalidRequest) as error:
-        raise ConfigError(f"the keys file {path.name} is wrong: {error}") from None
+    entries: dict[str, KeyEntry] = {}
+    for name, table in _read_document(path).items():
+        try:
+            _check_name(name)
+            entries[name] = parse_fields(table if isinstance(table, dict) else {}, KeyEntry)
+        except (ConfigError, InvalidRequest) as error:
+            raise ConfigError(f"the keys file {path.name} is wrong: [{name}] {error}") from None
     if not entries:
         raise ConfigError(f"the keys file {path.name} holds no key: `cllm keys new` makes one")
     if any(entry.name for entry in entries.values()):
@@ -69,15 +68,29 @@ def read_keys(path: Path) -> dict[bytes, TenantLimits]:
     return tenants
 
 
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        made = "; `cllm keys new NAME --file` makes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"the keys file {path} cannot be read: {error.strerror}{made}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the keys file {path} is wrong: {error}") from None
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name of a key: up to 64 letters, digits, '-' and '_'")
+
+
 def add_key(path: Path, name: str, *, admin: bool) -> str:
     """Make a key, append its hash to the file (made if missing, readable by its owner alone), return the key.
 
     Raises ConfigError for a name that is taken or cannot be one.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise ConfigError(f"{name!r} is no name of a key: up to 64 letters, digits, '-' and '_'")
+    _check_name(name)
     if path.exists() and path.stat().st_size and name in {one.name for one in read_keys(path).values()}:
-        raise ConfigError(f"there is a key named {name!r} in {path} already: remove it there first")
+        raise ConfigError(f"there is a key named {name!r} in {path} already: `cllm keys rm` removes it")
     key = PREFIX + secrets.token_urlsafe(32)
     table = f'[{name}]\nhash = "sha256:{digest(key).hex()}"\nrole = "{"admin" if admin else "user"}"\n\n'
     try:
@@ -88,6 +101,27 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
     except OSError as error:
         raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
     return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Remove a key from the file; the other tables stay as they are written. Raises ConfigError."""
+    names = [one.name for one in read_keys(path).values()]
+    if name not in names:
+        raise ConfigError(f"there is no key {describe_unknown(name, names)} in {path}")
+    if len(names) == 1:
+        raise ConfigError(f"{name} is the only key in {path}: make another one first, or delete the file")
+    # Up to the next table, or the comments above it.
+    table = rf"^\[{name}\][^\n]*\n(?:(?!(?:#[^\n]*\n)*\[)[^\n]+\n?|\n)*"
+    left, document = re.sub(table, "", path.read_text(), flags=re.MULTILINE), _read_document(path)
+    if tomllib.loads(left) != {each: entry for each, entry in document.items() if each != name}:
+        raise ConfigError(f"{path} is not written as `cllm keys new` does it: remove [{name}] in an editor")
+    new = path.resolve().with_suffix(".new")
+    try:
+        with open(new, "w", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+            file.write(left)
+        new.replace(path.resolve())
+    except OSError as error:
+        raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
 
 
 class KeyRing:

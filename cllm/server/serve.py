@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -128,6 +129,8 @@ async def serve(
         gc.freeze()
         loop.add_signal_handler(signal.SIGHUP, keys.reload, registry.set_tenants)
         host, port = listeners[0].getsockname()[:2]
+        if ip_address(host).is_unspecified:  # all addresses: say one that can be opened
+            host = "::1" if ":" in host else "127.0.0.1"
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         beside = [loop.create_task(registry.unload_idle()), loop.create_task(app.state.live.run())]

@@ -185,6 +185,46 @@ def test_a_pipe_is_answered_once(scripted: Server) -> None:
     assert empty.exit_code == 2 and "no question" in empty.output
 
 
+def test_run_answers_a_prompt_and_what_is_piped_to_it(scripted: Server) -> None:
+    here = {"CLLM_URL": scripted.url}
+    for text, arguments in (
+        (say("piped"), ()),
+        (say("piped"), ("-",)),
+        (f"a long text {say('piped')}", ("Summarise this:",)),
+        ("a long text", (say("piped"),)),
+    ):
+        done = pipe(text, "run", *arguments, **here)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "piped\n", "")
+    binary = subprocess.run(
+        [sys.executable, "-c", "from cllm.cli.main import main; main()", "run"],
+        input=b"\x89PNG\xff", capture_output=True, timeout=60, env=environment(**here),
+    )  # fmt: skip
+    assert (binary.returncode, binary.stderr) == (2, b"cllm: standard input is no text in UTF-8\n")
+
+
+def test_run_says_where_an_answer_was_cut(scripted: Server, tiny_model: Path) -> None:
+    for source in (("--url", scripted.url), ("--local", "--model", str(tiny_model))):
+        done = pipe("", "run", say("a long answer"), "--max-tokens", "3", *source)
+        assert done.returncode == 0
+        assert done.stderr == "cllm: the answer was cut at 3 tokens; --max-tokens N allows more\n"
+    assert pipe("", "run", say("short"), "--url", scripted.url).stderr == ""
+
+
+def test_run_without_a_prompt_says_how_to_give_one(scripted: Server) -> None:
+    done = pipe("", "run", CLLM_URL=scripted.url)
+    assert (done.returncode, done.stdout) == (2, "") and "there is no prompt: say `cllm run" in done.stderr
+
+
+def test_run_uses_the_server_that_runs_and_says_which(scripted: Server) -> None:
+    with Terminal("run", say("served"), CLLM_URL=scripted.url) as terminal:
+        terminal.expect("served")
+        terminal.expect(f"fake, {scripted.url}]")
+        assert terminal.wait_closed() == 0
+    with Terminal("run", say("served"), "--raw", CLLM_URL=scripted.url) as terminal:
+        terminal.expect("served")
+        assert terminal.wait_closed() == 0
+
+
 def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
     with Terminal(
         "chat", str(tiny_model), "--local", "--ctx-size", "512", XDG_STATE_HOME=str(tmp_path)
@@ -213,7 +253,7 @@ def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_run_says_tokens_a_second(tiny_model: Path) -> None:
-    with Terminal("run", "hello", "--model", str(tiny_model), "--max-tokens", "8", "--raw") as terminal:
+    with Terminal("run", "hello", "--model", str(tiny_model), "--max-tokens", "99", "--raw") as terminal:
         line = terminal.expect("tokens/s")
-        assert "[8 tokens, " in line
+        assert "[99 tokens, " in line
         assert terminal.wait_closed() == 0

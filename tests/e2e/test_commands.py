@@ -117,7 +117,7 @@ def fill_in(line: str, place: dict[str, str], server: Server) -> str:
         r"\bMODEL\b(?!=)": model,
         r"http://(127\.0\.0\.1|localhost):18081": server.url,
         r"\bkeys\.toml": f"{place['HOME']}/keys.toml",
-        r"^cllm run\b": "cllm run --max-tokens 16",  # a base model does not end its answer
+        r"\bcllm run\b": "cllm run --max-tokens 16",  # a base model does not end its answer
     }.items():
         line = re.sub(shown, real, line)
     return line
@@ -128,6 +128,8 @@ def test_a_command_runs(
     typed: str, place: dict[str, str], embedded: Server, start: StartServer, tmp_path: Path
 ) -> None:
     shutil.copy(f"{place['HOME']}/tiny.gguf", f"{place['CLLM_MODEL_DIR']}/NAME.gguf")
+    for name in ("question.txt", "notes.txt"):
+        (tmp_path / name).write_text("Why is the sky blue?")
     line = fill_in(typed, place, embedded)
     words = shlex.split(line)
     if words[:2] == ["cllm", "serve"]:

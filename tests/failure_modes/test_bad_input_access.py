@@ -134,6 +134,7 @@ def test_sighup_reads_the_keys_again(keyed: Keyed) -> None:
 def test_without_keys_admin_routes_are_for_loopback_only(start_for_module: StartServer) -> None:
     """On an address others can reach it says so, loudly, and shows them nothing of its insides."""
     open_server = start_for_module("--host", "0.0.0.0")
+    assert open_server.url == f"http://127.0.0.1:{open_server.port}", "an address that can be opened"
     assert "no API key is set" in open_server.log_text
     for path in OPERATORS:
         assert "loopback" in refusal(open_server.client.get(path), 403, "forbidden")

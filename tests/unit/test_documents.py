@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import reference
+from scripts import reference, screenshots
 
 ROOT = Path(__file__).parents[2]
 FAILURE_MODES = ROOT / "tests" / "failure_modes"
@@ -32,6 +32,7 @@ SECTIONS = dict(
 )
 ARCHITECTURE = read(ROOT / "docs" / "architecture.md")
 LAYER = re.compile(r"^\| (\d+) \| (.+?) \|", re.MULTILINE)
+PLOT = "docs/images/against-llama-server.png"
 HEADERS = {"Host"}  # in backticks, too, and no class
 TESTS = {name for file in (ROOT / "tests").rglob("test_*.py") for name in DEFINITION.findall(read(file))}
 
@@ -84,6 +85,37 @@ def test_links_between_documents_lead_somewhere() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     targets = {(page, target) for page in pages for target in re.findall(r"\]\(([^)#:]+)[#)]", read(page))}
     assert [str(page) for page, target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_picture_is_shown_by_a_document() -> None:
+    shown = {
+        (page.parent / target).resolve()
+        for page in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"))
+        for target in re.findall(r"!\[.*?\]\(([^)]+)", read(page))
+    }
+    assert sorted(set((ROOT / "docs").rglob("*.png")) - shown) == []
+    taken = {ROOT / "docs" / "images" / name for name in screenshots.SHOWN}
+    assert taken == set((ROOT / "docs" / "images").glob("*.png")) - {ROOT / PLOT}
+
+
+def test_no_document_or_message_names_a_package_of_no_index() -> None:
+    """`cllm` and `cllm-native` are on none: they come from a folder of wheels."""
+    folders = [ROOT / name for name in ("docs", "cllm", "bench", "proof")]
+    paths = [path for folder in folders for suffix in ("md", "py") for path in folder.rglob(f"*.{suffix}")]
+    named = re.compile(
+        r"pip install (?!--no-index --find-links)[^#\n`]*\bcllm(-native|\[)|package cllm-native,"
+    )
+    assert [str(path) for path in (*ROOT.glob("*.md"), *paths) if named.search(read(path))] == []
+
+
+def test_the_index_lists_every_page_of_the_site() -> None:
+    pages = set(re.findall(r": ([\w/-]+\.md)", read(ROOT / "mkdocs.yml")))
+    listed = set(re.findall(r"\(([\w/-]+\.md)\)", read(ROOT / "docs" / "index.md")))
+    assert pages - listed == {"index.md", "log-archive.md"}
+
+
+def test_the_plot_is_near_the_top_of_the_readme() -> None:
+    assert PLOT in "\n".join(read(ROOT / "README.md").splitlines()[:10])
 
 
 def test_the_reference_is_what_the_code_says() -> None:

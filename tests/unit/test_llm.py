@@ -27,6 +27,7 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.testing import CHAT_TEMPLATE, FakeRunner, ScriptedRunner, say
+from cllm.types import SamplingOptions
 from tests.driver.server import wait_for
 from tests.driver.thread_engine import make_llm
 
@@ -198,13 +199,23 @@ def test_a_model_can_be_closed_while_it_loads(slow: SlowLoad) -> None:
     llm = make_llm(LLM, slow)
     opener = run(llm.__enter__)
     assert slow.begun.wait(PATIENCE_S)
-    with pytest.raises(EngineNotReady, match="still loading"):
-        llm.generate("x")
+    caller = run(lambda: llm.generate("x"))
     closer = run(llm.close)
     wait_for(lambda: llm._model._closed, PATIENCE_S)
     slow.finish.set()
     closer.result(PATIENCE_S)
-    assert isinstance(opener.exception(PATIENCE_S), ShuttingDown)
+    for waiting in (opener, caller):
+        assert isinstance(waiting.exception(PATIENCE_S), ShuttingDown)
+
+
+def test_threads_that_use_a_model_first_wait_for_one_loading(slow: SlowLoad) -> None:
+    llm = make_llm(LLM, slow)
+    callers = [run(lambda: llm.generate("x", max_tokens=2)) for _ in range(4)]
+    assert slow.begun.wait(PATIENCE_S)
+    slow.finish.set()
+    answers = [caller.result(PATIENCE_S) for caller in callers]
+    llm.close()
+    assert len(answers) == 4
 
 
 def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
@@ -220,13 +231,33 @@ def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
     asyncio.run(use())
 
 
-def test_a_second_entry_is_refused_and_leaves_the_first_alone() -> None:
-    with make_llm(LLM, make_fake) as llm:
-        with pytest.raises(RuntimeError, match="this model is open already"):
-            llm.__enter__()
-        assert llm.generate("hello", max_tokens=2)
-    with pytest.raises(RuntimeError, match="this model is closed"):
+def test_a_model_is_opened_once_however_often_it_is_entered() -> None:
+    loaded: list[EngineConfig] = []
+
+    def make(config: EngineConfig) -> FakeRunner:
+        loaded.append(config)
+        return make_fake(config)
+
+    llm = make_llm(LLM, make)
+    assert llm.generate("hello", max_tokens=2)
+    with llm as entered:
+        assert entered.open() is llm and llm.generate("hello", max_tokens=2)
+    assert len(loaded) == 1
+    with pytest.raises(ShuttingDown, match="this model is closed"):
         llm.__enter__()
+
+
+def test_a_model_of_one_event_loop_is_refused_on_another() -> None:
+    llm = make_llm(AsyncLLM, make_fake)
+
+    async def use() -> None:
+        assert await llm.generate("x", max_tokens=2)
+
+    with asyncio.Runner() as runner:
+        runner.run(use())
+        with asyncio.Runner() as other, pytest.raises(EngineNotReady, match="another event loop"):
+            other.run(use())
+        runner.run(llm.close())
 
 
 def test_a_loading_that_fails_leaves_nothing_open() -> None:
@@ -254,14 +285,40 @@ USES: dict[str, Callable[[LLM], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_every_use_says_whether_it_is_not_open_yet_or_closed(use: Callable[[LLM], Any]) -> None:
+def test_every_use_opens_the_model_and_says_when_it_is_closed(use: Callable[[LLM], Any]) -> None:
     llm = make_llm(LLM, make_fake)
-    with pytest.raises(EngineNotReady, match=r"open it first: `with LLM\(...\)`"):
+    try:
         use(llm)
-    with llm:
-        use(llm)
-    with pytest.raises(ShuttingDown, match="this model is closed"):
-        use(llm)
+    finally:
+        llm.close()
+    for closed in (llm, make_llm(LLM, make_fake)):
+        closed.close()
+        with pytest.raises(ShuttingDown, match="this model is closed"):
+            use(closed)
+
+
+def test_every_use_opens_an_async_model() -> None:
+    async def use(call: Callable[[AsyncLLM], Any]) -> None:
+        llm = make_llm(AsyncLLM, make_fake)
+        with pytest.raises(EngineNotReady, match=r"open it first: `await llm\.open\(\)`"):
+            _ = llm.info
+        made = call(llm)
+        if hasattr(made, "__anext__"):
+            assert [piece async for piece in made]
+        else:
+            assert await made
+        assert llm.info.name
+        await llm.close()
+
+    for call in (
+        lambda llm: llm.generate("x", max_tokens=2),
+        lambda llm: llm.chat("x", max_tokens=2),
+        lambda llm: llm.chat("x", max_tokens=2, stream=True),
+        lambda llm: llm.stream("x", max_tokens=2),
+        lambda llm: llm.stream(QUESTION, max_tokens=2),
+        lambda llm: llm.embed("x"),
+    ):
+        asyncio.run(use(call))
 
 
 def test_a_stream_that_was_made_before_closing_says_so() -> None:
@@ -278,11 +335,11 @@ def test_a_stream_that_was_made_before_closing_says_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel", -1, "parallel is -1: expected `int` >= 0"),
-        ("parallel", "4", "parallel is '4': expected `int`, got `str`"),
-        ("ctx_size", -5, "ctx_size is -5: expected `int` >= 0"),
-        ("batch_tokens", 0, "batch_tokens is 0: expected `int` >= 32"),
-        ("cache_type_k", "nope", "cache_type_k is 'nope': expected `str` matching"),
+        ("parallel", -1, "parallel is -1: expected a whole number of at least 0"),
+        ("parallel", "4", "parallel is '4': expected a whole number, not a text"),
+        ("ctx_size", -5, "ctx_size is -5: expected a whole number of at least 0"),
+        ("batch_tokens", 0, "batch_tokens is 0: expected a whole number of at least 32"),
+        ("cache_type_k", "nope", "cache_type_k is 'nope': expected one of f32, f16, bf16"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting: str, value: Any, message: str) -> None:
@@ -323,6 +380,26 @@ def test_a_stop_text_is_one_text() -> None:
         assert llm.generate(prompt, stop=None)[0].text == "8, 9, 10, 11"
 
 
+def test_fields_of_sampling_are_options() -> None:
+    assert SamplingOptions.__annotations__.keys() == set(SamplingParams.__struct_fields__)
+    with make_llm(LLM, make_fake) as llm:
+        seeded = SamplingParams(temperature=1, seed=5)
+        (wanted,) = llm.generate("x", seeded, max_tokens=12)
+        (same,) = llm.generate("x", temperature=1, seed=5, max_tokens=12)
+        (merged,) = llm.generate("x", SamplingParams(temperature=1, seed=6), seed=5, max_tokens=12)
+        assert wanted.text == same.text == merged.text
+        assert "".join(llm.stream("x", temperature=1, seed=5, max_tokens=12)) == wanted.text
+        reply = llm.chat(QUESTION, seeded, max_tokens=12)
+        assert reply.text == llm.chat(QUESTION, temperature=1, seed=5, max_tokens=12).text
+        with pytest.raises(InvalidRequest, match="temperature is -1"):
+            llm.generate("x", temperature=-1)
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    with make_llm(LLM, make_fake) as llm:
+        assert llm.chat("hi", seed=1).text == llm.chat(QUESTION, seed=1).text
+
+
 def test_without_a_seed_each_prompt_draws_its_own() -> None:
     warm, seeded = SamplingParams(temperature=1), SamplingParams(temperature=1, seed=5)
     with make_llm(LLM, make_fake) as llm:
@@ -339,12 +416,12 @@ def test_without_a_seed_each_prompt_draws_its_own() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sampling": SamplingParams(temperature=-1)}, "temperature is -1: expected `float` >= 0.0"),
-        ({"sampling": SamplingParams(top_p=2)}, "top_p is 2: expected `float` <= 1.0"),
+        ({"sampling": SamplingParams(temperature=-1)}, "temperature is -1: expected a number of at least 0"),
+        ({"sampling": SamplingParams(top_p=2)}, "top_p is 2: expected a number of at most 1"),
         ({"sampling": SamplingParams(min_p=float("nan"))}, "min_p is nan: expected a finite number"),
         ({"sampling": SamplingParams(dry_base=float("inf"))}, "dry_base is inf: expected a finite number"),
-        ({"sampling": SamplingParams(top_k=1.5)}, "top_k is 1.5: expected `int`, got `float`"),  # type: ignore[arg-type]
-        ({"sampling": SamplingParams(seed=-1)}, "seed is -1: expected `int` >= 0"),
+        ({"sampling": SamplingParams(top_k=1.5)}, "top_k is 1.5: expected a whole number, not a number"),  # type: ignore[arg-type]
+        ({"sampling": SamplingParams(seed=-1)}, "seed is -1: expected a whole number of at least 0"),
         (
             {"sampling": SamplingParams(logit_bias=((1, float("nan")),))},
             "logit_bias is ((1, nan),): expected",
@@ -388,15 +465,24 @@ def test_unknown_options_are_refused_with_the_one_that_was_meant() -> None:
         for call in (llm.generate, llm.stream):
             with pytest.raises(TypeError, match=r"'max_token' \(did you mean 'max_tokens'\?\)"):
                 call("x", max_token=3)  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="SamplingParams"):
+        with pytest.raises(TypeError, match="sampling must be SamplingParams, not dict: write temperature=0"):
             llm.generate("x", {"temperature": 0})  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"'sampling_params' \(did you mean 'sampling'\?\)"):
+            llm.generate("x", sampling_params=ENDLESS)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
+            llm.chat("x", temprature=0)  # type: ignore[call-overload]
 
 
 def test_texts_that_are_none_are_refused() -> None:
     with make_llm(LLM, make_fake) as llm:
-        for prompts in ([b"x"], [1, 2]):
-            with pytest.raises(InvalidRequest, match="prompts: expected a text"):
+        for prompts in ([b"x"], [1, 2], None):
+            with pytest.raises(InvalidRequest, match=r"prompts: expected a text or a sequence of texts$"):
                 llm.generate(prompts)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="`chat` takes messages"):
+            llm.generate(QUESTION)  # type: ignore[arg-type]
+        for messages in (["hi"], QUESTION[0], 5, None):
+            with pytest.raises(InvalidRequest, match=r'expected a text, or a list of messages: .*"role"'):
+                llm.chat(messages)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="lone surrogate"):
             llm.generate("\ud800")
 

@@ -121,15 +121,15 @@ def find() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise LibraryError(
-            "no native library for this machine: install the package cllm-native, or run `cllm build` "
-            "(three to four minutes, once)"
+            "no native library for this machine: run `cllm build` (three to four minutes, once), or install "
+            "the wheel cllm_native that `make wheel` builds in a clone"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     version = read_build_info(folder).get("version")
     if version != BINDINGS_VERSION:
         raise LibraryError(
             f"cllm-native {version} is installed, and this cllm needs {BINDINGS_VERSION}: "
-            f"`pip install cllm-native=={BINDINGS_VERSION}`, or `cllm build`"
+            f"install the wheel cllm_native-{BINDINGS_VERSION} that `make wheel` builds, or run `cllm build`"
         )
     return folder
 

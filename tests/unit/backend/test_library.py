@@ -36,7 +36,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_one_named_comes_first_then_the_built_one_then_the_package(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(LibraryError, match=r"install the package cllm-native, or run `cllm build`"):
+    with pytest.raises(LibraryError, match=r"run `cllm build` .* or install the wheel cllm_native"):
         library.find()
     package = add_package(bare)
     assert library.find() == package
@@ -48,7 +48,7 @@ def test_the_one_named_comes_first_then_the_built_one_then_the_package(
 
 def test_a_package_of_another_version_is_refused(bare: Path) -> None:
     add_package(bare, version="0.0.1")
-    with pytest.raises(LibraryError, match=rf"0\.0\.1 is installed.*cllm-native=={BINDINGS_VERSION}"):
+    with pytest.raises(LibraryError, match=rf"0\.0\.1 is installed.*cllm_native-{BINDINGS_VERSION}"):
         library.find()
 
 

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cllm.cli.cluster import make_settings, make_start, make_token, prepare_replica
+from cllm.cli.main import app
 from cllm.cli.serve import prepare_gateway
+from cllm.cluster import deployment
 from cllm.cluster.directory import TOKEN_FILE, split_address, use_token
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ServerUnreachable
@@ -66,6 +69,15 @@ def test_addresses() -> None:
 def test_a_head_that_does_not_answer_is_said_at_once() -> None:
     with pytest.raises(ServerUnreachable, match=r"no head answers at 127\.0\.0\.1:1 .*`cllm cluster head`"):
         prepare_gateway(EngineConfig(), "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("command", ["status", "down x"])
+def test_a_command_without_a_head_says_so_before_ray_is_asked(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "connect", lambda address: pytest.fail("Ray waits for a head"))
+    result = CliRunner().invoke(app, ["cluster", *command.split(), "--cluster", "127.0.0.1:1"])
+    assert result.exit_code == 2 and "no head answers at 127.0.0.1:1" in result.output
 
 
 def test_ray_gets_its_arguments() -> None:

@@ -92,7 +92,7 @@ def test_sections(served: Served, tmp_path: Path) -> None:
     ("table", "reason"),
     [
         ({"kep": True}, r"\[models.x\]: unknown setting .*keep"),
-        ({"keep": "yes"}, r"\[models.x\]: .*bool"),
+        ({"keep": "yes"}, r"\[models.x\]: .*true or false"),
         ({"parallel": 999}, r"\[models.x\]: parallel"),
         ({"defaults": {"temperature": -1}}, r"\[models.x\] defaults: temperature"),
         ({"ttl": float("nan")}, r"\[models.x\]: ttl"),
@@ -102,6 +102,25 @@ def test_sections(served: Served, tmp_path: Path) -> None:
 def test_a_wrong_section_is_refused(table: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose_models(Config(models={"x": table}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--api-keys", "none.toml"], "the keys file none.toml cannot be read"),
+        (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", "cert.pem", "--tls-key", "key.pem"], "--tls-cert and --tls-key cannot be used"),
+        (["--defaults", "{"], "defaults"),
+    ],
+)
+def test_settings_are_checked_before_a_model_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], reason: str
+) -> None:
+    prepared: list[object] = []
+    for task in ("PrepareTask", "SurveyTask"):
+        monkeypatch.setattr(serve, task, lambda **asked: prepared.append(asked))
+    result = CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments])
+    assert result.exit_code == 2 and reason in result.output and not prepared
 
 
 @pytest.mark.parametrize(

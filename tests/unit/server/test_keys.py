@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cllm.errors import ConfigError
-from cllm.server.keys import KeyRing, add_key, digest, read_keys
+from cllm.server.keys import KeyRing, add_key, digest, read_keys, remove_key
 from cllm.server.middleware import is_loopback
 from cllm.types import TenantLimits
 
@@ -119,6 +119,49 @@ def test_a_name_that_is_taken_or_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
         add_key(file, name, admin=False)
     assert file.read_text() == before
+
+
+def test_a_removed_key_leaves_the_others_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    for name in ("alice", "bob"):
+        add_key(file, name, admin=False)
+    kept = f'# carol has a laptop\n[carol]\nhash = "{HASH}"  # [bob] is not here\nweight = 2.0\n'
+    before = file.read_text()
+    file.write_text(before + kept)
+    remove_key(file, "bob")
+    assert file.read_text() == before[: before.index("[bob]")] + kept
+    assert file.stat().st_mode & 0o777 == 0o600 and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(ConfigError, match=r"no key 'carl' \(did you mean 'carol'\?\)"):
+        remove_key(file, "carl")
+    remove_key(file, "carol")
+    with pytest.raises(ConfigError, match="alice is the only key"):
+        remove_key(file, "alice")
+
+
+def test_a_key_that_is_written_otherwise_is_not_removed(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    add_key(file, "alice", admin=False)
+    file.write_text(file.read_text() + f'["bob"]\nhash = "{HASH}"\n')
+    before = file.read_text()
+    with pytest.raises(ConfigError, match=r"remove \[bob\] in an editor"):
+        remove_key(file, "bob")
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('hash = "plain"', r"\[alice\] hash is 'plain': expected sha256: and 64 hexadecimal digits"),
+        (f'hash = "{HASH}"\nweight = 0', r"\[alice\] weight is 0: expected a number above 0"),
+        (f'hash = "{HASH}"\nwibble = 1', r"\[alice\] 'wibble' is unknown"),
+        ("weight = 1", r"\[alice\] 'hash' is missing"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_key(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f"[alice]\n{line}\n")
+    with pytest.raises(ConfigError, match=reason):
+        read_keys(file)
 
 
 def test_a_lone_key_is_an_admins_and_several_are_users() -> None:
