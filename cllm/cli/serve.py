@@ -40,6 +40,7 @@ from cllm.models.files import format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.names import path_below
 from cllm.server.app import check_defaults, read_defaults
+from cllm.server.middleware import split_list
 from cllm.server.serve import Listeners, bind, serve
 from cllm.workers.executor import ProcessExecutor
 
@@ -167,14 +168,16 @@ def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]
         return sections
     named = {name.lower(): each for each in reversed(sections) for name in (each.name, *each.aliases)}
     return [
-        named.get(each.lower()) or replace(common, engine=replace(config.engine, model=each))
+        named.get(each.lower()) or replace(common, engine=replace(common.engine, model=each))
         for each in references or [""]
     ]
 
 
 def make_common(config: Config) -> ModelConfig:
     """The settings of a model that has none of its own."""
-    return ModelConfig(name="", engine=replace(config.engine, model=""), ttl=config.server.sleep_idle_s)
+    alias, *aliases = split_list(config.engine.alias) or [""]
+    engine = replace(config.engine, model="", alias=alias)
+    return ModelConfig(name="", engine=engine, aliases=tuple(aliases), ttl=config.server.sleep_idle_s)
 
 
 def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
