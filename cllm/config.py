@@ -137,7 +137,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, _option("Disk for the prefix cache, MiB. 0: off. Default: 4096, with keys 0.", 0)]
         | None
     ) = None
-    cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
+    cache_dir: Annotated[
+        str, _folder("Folder of the disk cache. Default: that of all caches, ~/.cache/cllm.")
+    ] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
