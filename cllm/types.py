@@ -390,6 +390,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     unified: bool = False  # one pool of KV cells, or one KV stream per sequence
     embed: EmbedLimits = EmbedLimits()
 
+    @property
+    def max_running(self) -> int:
+        """Number of sequences that run at a time."""
+        return self.parallel or self.sequences
+
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One lease, as /debug/kv shows it."""

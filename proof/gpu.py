@@ -230,7 +230,15 @@ def test_doctor_shows_device_and_module(module: Module, models: dict[str, Path],
     assert done.returncode == 0, done.stdout + done.stderr
     (device, *_) = list_devices()
     assert f"{device.name}: {device.description}" in done.stdout and str(module.path.parent) in done.stdout
-    bare = cllm("doctor", str(models["dense"]), "--threads", "1", COLUMNS="1000", **alone(cache))
+    bare = cllm(
+        "doctor",
+        str(models["dense"]),
+        "--threads",
+        "1",
+        COLUMNS="1000",
+        CLLM_CACHE_DIR=str(cache),
+        XDG_CACHE_HOME=str(cache),
+    )
     assert "is not used; `cllm build --gpu auto` builds for it (about " in bare.stdout
 
 

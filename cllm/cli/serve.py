@@ -36,7 +36,7 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
-from cllm.models.files import format_size, parse_file_type
+from cllm.models.files import format_memory, format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.names import path_below
 from cllm.server.app import check_defaults, read_defaults
@@ -93,10 +93,12 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             assert engine.info is not None and engine.limits is not None
             info = engine.info
             quant, size = parse_file_type(info.description).quant, format_size(info.size_bytes)
+            memory = sum(ready.memory.values())
+            takes = f"; takes up to {format_memory(memory)} of memory" if memory else ""
             console.print(
                 f"cllm serves {info.name} ({' '.join((info.architecture, quant)).strip()}, {size}) at {url}\n"
-                f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
-                f"tokens each; open {url} to chat and to see what it does; Ctrl-C ends it"
+                f"{engine.limits.max_running} requests at a time, up to {engine.limits.request_tokens} "
+                f"tokens each{takes}; open {url} to chat and to see what it does; Ctrl-C ends it"
             )
 
         path = Path(ready.config.model)

@@ -230,7 +230,7 @@ class Scheduler(StepGroup[Sequence]):
         limits = self.runner.limits
         loading = 0  # their slots are kept free: what is read is needed at once
         for sequence in tuple(self.waiting):
-            free = min(len(self.pool.free), (limits.parallel or limits.sequences) - len(self.running))
+            free = min(len(self.pool.free), limits.max_running - len(self.running))
             if free <= loading:
                 return
             if not self.layout.splits:
