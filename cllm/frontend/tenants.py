@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.types import Request, TenantLimits
-
-if TYPE_CHECKING:
-    from cllm.frontend.request_queue import RequestQueue
 
 
 class TokenBucket:
@@ -126,7 +123,7 @@ class Tenants:
         self.period_end = 0.0  # next time at which something may lapse
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
-        self.queues: WeakSet[RequestQueue] = WeakSet()  # that share these accounts, one for each engine
+        self.queues: WeakSet[Any] = WeakSet()  # the `RequestQueue` of each engine
 
     def count_surplus(self) -> Counter[Tenant]:
         """Requests of each tenant that are in an engine and wait for a slot there."""

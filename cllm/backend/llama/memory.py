@@ -262,7 +262,7 @@ class MemoryFit:
 
     @property
     def by_device(self) -> dict[str, int]:
-        """All bytes that the model takes at its largest, by device: the one figure that is told of it."""
+        """All bytes that the model takes at its largest, by device: the one figure that is shown."""
         return {HOST: self.total, **{place.name: place.needed for place in self.places[1:] if place.needed}}
 
     @property
