@@ -15,7 +15,7 @@ import httpx
 import typer
 from typer import Argument, Option
 
-from cllm.cli.terminal import AsJson, print_columns
+from cllm.cli.terminal import AsJson, echo, print_columns
 from cllm.config import ServerConfig
 from cllm.errors import CllmError, Forbidden, ModelNotFound, NotFound, ServerUnreachable, from_code
 from cllm.models.files import format_memory, format_size
@@ -224,4 +224,4 @@ def _change(verb: str, model: str, url: str) -> None:
         answer = client.request(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
     memory = sum((answer.get("memory_bytes") or {}).values())
     shown = f", {format_memory(memory)} of memory" if memory and verb == "load" else ""
-    typer.echo(f"{answer['name']} is {answer['state']}{shown}")
+    echo(f"{answer['name']} is {answer['state']}{shown}")

@@ -38,7 +38,7 @@ from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
 from cllm.models.files import format_memory, format_size, parse_file_type
 from cllm.models.survey import Survey
-from cllm.names import path_below
+from cllm.names import make_visible, path_below
 from cllm.server.app import check_defaults, read_defaults
 from cllm.server.middleware import split_list
 from cllm.server.serve import Listeners, bind, serve
@@ -93,10 +93,11 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             assert engine.info is not None and engine.limits is not None
             info = engine.info
             quant, size = parse_file_type(info.description).quant, format_size(info.size_bytes)
+            kind = f"{info.name} ({' '.join((info.architecture, quant)).strip()}"
             memory = sum(ready.memory.values())
             takes = f"; takes up to {format_memory(memory)} of memory" if memory else ""
             console.print(
-                f"cllm serves {info.name} ({' '.join((info.architecture, quant)).strip()}, {size}) at {url}\n"
+                f"cllm serves {make_visible(kind)}, {size}) at {url}\n"
                 f"{engine.limits.max_running} requests at a time, up to {engine.limits.request_tokens} "
                 f"tokens each{takes}; open {url} to chat and to see what it does; Ctrl-C ends it"
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cllm.cli.terminal import Screen, make_visible
+from cllm.cli.terminal import Screen
+from cllm.names import make_visible
 
 
 @pytest.mark.parametrize("code", [*range(0x20), *range(0x7F, 0xA0)])
