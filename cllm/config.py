@@ -27,7 +27,9 @@ TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
 MAX_ITL = 4  # targets, where keeping one would cost more throughput than that is worth
 CACHE_RAM_SHARE = 8  # an eighth of the machine's memory, by default
+MIN_BATCH_TOKENS = 32
 GPU_BATCH_TOKENS = 2048  # likewise: submitting takes as long as computing 512 tokens of a small model
+TEMPLATE_TEXT = "text:"  # before a chat template that is given as text
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
@@ -63,9 +65,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     offline: Annotated[bool, _option("Pull no model from a hub; use what is here.")] = False
-    alias: Annotated[str, _option("The model's name in responses. Default: its file's.", metavar="NAME")] = ""
+    alias: Annotated[
+        str,
+        _option("The model's name in responses, and after commas more. Default: its file's.", metavar="NAME"),
+    ] = ""
+    tags: Annotated[str, _rare("Words about the model in /v1/models, comma-separated.", metavar="WORDS")] = ""
     chat_template: Annotated[
-        str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
+        str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""
     gpu_layers: Annotated[
         Annotated[int, Meta(ge=-1)] | Annotated[str, Meta(pattern=LAYERS)],
@@ -109,7 +115,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _rare("Token limit of an embedding input or rerank prompt. 0: of a request; encoders 4096.", 0)
     ] = 0
     batch_tokens: Annotated[
-        int, _option("Token limit of one step and prefill chunk. On GPUs alone 512 becomes 2048.", 32, 65536)
+        int,
+        _option(
+            "Token limit of one step and prefill chunk. On GPUs alone 512 becomes 2048.",
+            MIN_BATCH_TOKENS,
+            65536,
+        ),
     ] = 512
     target_itl_ms: Annotated[
         int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)
@@ -136,7 +147,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, _option("Disk for the prefix cache, MiB. 0: off. Default: 4096, with keys 0.", 0)]
         | None
     ) = None
-    cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
+    cache_dir: Annotated[
+        str, _folder("Folder of the disk cache. Default: that of all caches, ~/.cache/cllm.")
+    ] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False

@@ -5,7 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 
+from cllm.names import make_visible
+
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats records without control characters, whatever names are in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return make_visible(super().format(record))
 
 
 def configure_logging(level: str) -> None:
@@ -14,7 +23,9 @@ def configure_logging(level: str) -> None:
     `level` is a name or a number.
     """
     number = int(level) if level.isdigit() else level.upper()
-    logging.basicConfig(stream=sys.stderr, level=number, format=FORMAT, force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter(FORMAT))
+    logging.basicConfig(handlers=[handler], level=number, force=True)
     # Verbose at debug level, of no use to an operator.
     for noisy in ("asyncio", "httpx", "httpcore", "multipart"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

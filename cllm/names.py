@@ -1,7 +1,8 @@
 """Names from outside (repositories, revisions, files of a listing, states), and the paths they become.
 
-A name is checked where it is parsed, by the rules of git and of the hubs. `path_below` is the only way from a
-name to a path: it asserts that the path lies below its folder.
+What is printed or logged passes `make_visible`. A name is checked where it is parsed, by the rules of git and
+of the hubs. `path_below` is the only way from a name to a path: it asserts that the path lies below its
+folder.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ MAX_PART = 255  # bytes of one name in a folder: the limit of nearly every file 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
 _REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters become visible signs; a line feed and a tab stay.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys((*range(0x80, 0xA0), *range(0xD800, 0xE000)), 0xFFFD)
 _NOT_IN_REVISION = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//")
 _MAX_REVISION = 250
+
+
+def make_visible(text: str) -> str:
+    """The text with every control character replaced: none of it is a command to a terminal or a log."""
+    return text if text.isprintable() else text.translate(_VISIBLE)
 
 
 def is_name(text: str) -> bool:

@@ -426,6 +426,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_itl_ms: int = 0  # its limit where keeping the target would cost too much throughput
     embed: EmbedLimits = EmbedLimits()
 
+    @property
+    def max_running(self) -> int:
+        """Number of sequences that run at a time."""
+        return self.parallel or self.sequences
+
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One lease, as /debug/kv shows it."""

@@ -98,6 +98,11 @@ def cache(tmp_path: Path) -> Path:
     return native.parent
 
 
+def alone(cache: Path) -> dict[str, str]:
+    """Variables with which only this cache folder is looked into."""
+    return {"CLLM_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(cache)}
+
+
 def get_config(models: dict[str, Path], gpu_layers: int) -> EngineConfig:
     """Settings with which rounding is the only difference."""
     return EngineConfig(
@@ -190,7 +195,7 @@ def test_a_module_that_aborts_leads_to_the_cpu_with_one_warning(
     add_aborting(cache, module, process)
     arguments = (str(models["dense"]), "--parallel", "2", "--ctx-size", "512", "--threads", "1")
     for _ in range(2):  # the second start finds the same
-        server = start(*arguments, CLLM_CACHE_DIR=str(cache))
+        server = start(*arguments, **alone(cache))
         assert server.generate("hello", 8)["text"]
         (warning,) = get_gpu_warnings(server.log_text)
         assert "no GPU is used" in warning or "without the GPU" in warning
@@ -203,7 +208,7 @@ def test_a_library_beside_a_module_that_does_not_load_says_so(
 ) -> None:
     add_aborting(cache, module, "nothing")
     (cache / "native" / module.path.parent.name / module.path.name).write_bytes(b"not a library")
-    server = start(str(models["dense"]), "--threads", "1", CLLM_CACHE_DIR=str(cache))
+    server = start(str(models["dense"]), "--threads", "1", **alone(cache))
     (warning,) = get_gpu_warnings(server.log_text)
     assert "cannot be loaded or finds no GPU; build it again with `cllm build --gpu auto --force`" in warning
 
@@ -225,14 +230,22 @@ def test_doctor_shows_device_and_module(module: Module, models: dict[str, Path],
     assert done.returncode == 0, done.stdout + done.stderr
     (device, *_) = list_devices()
     assert f"{device.name}: {device.description}" in done.stdout and str(module.path.parent) in done.stdout
-    bare = cllm("doctor", str(models["dense"]), "--threads", "1", COLUMNS="1000", CLLM_CACHE_DIR=str(cache))
+    bare = cllm(
+        "doctor",
+        str(models["dense"]),
+        "--threads",
+        "1",
+        COLUMNS="1000",
+        CLLM_CACHE_DIR=str(cache),
+        XDG_CACHE_HOME=str(cache),
+    )
     assert "is not used; `cllm build --gpu auto` builds for it (about " in bare.stdout
 
 
 def test_a_start_without_a_module_offers_one(
     module: Module, models: dict[str, Path], start: StartServer, cache: Path
 ) -> None:
-    server = start(str(models["dense"]), "--threads", "1", CLLM_CACHE_DIR=str(cache))
+    server = start(str(models["dense"]), "--threads", "1", **alone(cache))
     offers = [line for line in server.log_text.splitlines() if "cllm build --gpu auto" in line]
     assert len(offers) == 1 and "INFO" in offers[0]
 

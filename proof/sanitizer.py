@@ -37,6 +37,7 @@ from tests.tiny_architectures import make_all
 FOLDER = ROOT / "build" / "asan"
 LIBRARY = FOLDER / "library" / "bin"
 LOGS = FOLDER / "log"
+CACHE = dict.fromkeys(("CLLM_CACHE_DIR", "XDG_CACHE_HOME"), str(FOLDER / "cache"))  # no other is looked into
 FLAGS = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g")
 KINDS = {"dense": Kind("dense", unified=True), "hybrid": HYBRID, "sliding": SLIDING, "split": DENSE}
 BLOCKS, BLOCK = 12, 100  # requests
@@ -57,7 +58,7 @@ def build() -> None:
         settings = BuildOptions(compiler).cmake_arguments(work, False)
         settings += ("-DGGML_SANITIZE_ADDRESS=ON", "-DLLAMA_SANITIZE_ADDRESS=ON")
         _Tools.find().compile(work, settings, ["llama"], default_jobs())
-    os.environ["CLLM_CACHE_DIR"] = str(FOLDER / "cache")
+    os.environ |= CACHE
     sampling = sampling_path()
     sampling.parent.mkdir(parents=True, exist_ok=True)
     options = ("-O1", *FLAGS, "-shared", "-fPIC", "-pthread")
@@ -78,7 +79,7 @@ def make_environment(compiler: Compiler) -> dict[str, str]:
         "LD_PRELOAD": ":".join(preloaded),
         "ASAN_OPTIONS": ":".join(options),
         "CLLM_LIBRARY": str(LIBRARY),
-        "CLLM_CACHE_DIR": str(FOLDER / "cache"),
+        **CACHE,
         "PYTHONPATH": str(ROOT),
     }
 

@@ -222,10 +222,11 @@ def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "lla
 
 
 def sampling_path() -> Path:
-    """Return the path of sampling in C, compiled for its source and this CPU."""
+    """Return the path of sampling in C, compiled for its source and this CPU; where it is, if it is there."""
     source = SAMPLING_SOURCE.read_text(encoding="utf-8")
     key = options.digest([source, options.machine(), *options.features()])
-    return cache_directory() / "native" / f"libcllm-sampling-{key}.so"
+    paths = [each / "native" / f"libcllm-sampling-{key}.so" for each in toolchain.cache_directories()]
+    return next((path for path in paths if path.exists()), paths[0])
 
 
 def compile_sampling(compiler: str | None = None, folder: Path | None = None) -> None:

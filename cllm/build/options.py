@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from cllm.build.toolchain import BINDINGS_VERSION, Compiler, cache_directory
+from cllm.build.toolchain import BINDINGS_VERSION, Compiler, cache_directories
 
 # libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
 # low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
@@ -156,14 +156,20 @@ def _optimisation_file(work: Path, *more: str) -> Path:
 
 
 def find_builds(wanted: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Return the finished builds whose `build.json` has the `wanted` entries, by folder, the newest first."""
-    found: list[tuple[float, Path, dict[str, Any]]] = []
-    for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
-        with suppress(OSError, ValueError):
-            info = json.loads(file.read_text(encoding="utf-8"))
-            if info.items() >= wanted.items():
-                found.append((file.stat().st_mtime, file.parent, info))
-    return {folder: info for _, folder, info in sorted(found, key=itemgetter(0), reverse=True)}
+    """Return the finished builds whose `build.json` has the `wanted` entries, by folder.
+
+    Those of the first cache folder come first, and the newest of each before the others.
+    """
+    builds: dict[Path, dict[str, Any]] = {}
+    for directory in cache_directories():
+        found: list[tuple[float, Path, dict[str, Any]]] = []
+        for file in (directory / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
+            with suppress(OSError, ValueError):
+                info = json.loads(file.read_text(encoding="utf-8"))
+                if info.items() >= wanted.items():
+                    found.append((file.stat().st_mtime, file.parent, info))
+        builds |= {folder: info for _, folder, info in sorted(found, key=itemgetter(0), reverse=True)}
+    return builds
 
 
 def digest(words: list[str]) -> str:

@@ -51,10 +51,15 @@ def log(line: str) -> None:
 
 
 def cache_directory() -> Path:
-    """The cache folder of cllm: `$CLLM_CACHE_DIR`, else `cllm` in the user's cache."""
+    """The cache folder of cllm, for everything that is written: the first of `cache_directories`."""
+    return cache_directories()[0]
+
+
+def cache_directories() -> list[Path]:
+    """Folders to look for builds in: `$CLLM_CACHE_DIR`, if it is set, then `cllm` in the user's cache."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "cllm")
     own = os.environ.get("CLLM_CACHE_DIR")
-    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(own) if own else Path(users, "cllm")).expanduser().absolute()
+    return [path.expanduser().absolute() for path in ([Path(own), users] if own else [users])]
 
 
 def write_record(path: Path, data: bytes) -> None:

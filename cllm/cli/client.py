@@ -15,10 +15,10 @@ import httpx
 import typer
 from typer import Argument, Option
 
-from cllm.cli.terminal import AsJson, print_columns
+from cllm.cli.terminal import AsJson, echo, print_columns
 from cllm.config import ServerConfig
 from cllm.errors import CllmError, Forbidden, ModelNotFound, NotFound, ServerUnreachable, from_code
-from cllm.models.files import format_size
+from cllm.models.files import format_memory, format_size
 
 KEY_VARIABLE = "CLLM_API_KEY"
 CONNECT_S = 3.0
@@ -175,7 +175,7 @@ def ps_command(url: Url = "", as_json: AsJson = False) -> None:
     rows = []
     for model in models:
         memory = sum((model.get("memory_bytes") or {}).values())
-        sizes = format_size(model.get("size_bytes") or 0), format_size(memory) if memory else ""
+        sizes = format_size(model.get("size_bytes") or 0), format_memory(memory) if memory else ""
         counts = str(model.get("context") or ""), str(model.get("requests", ""))
         rows.append((model["name"], model.get("state", ""), *sizes, *counts, _describe_end(model)))
     print_columns(("name", "state", "size", "takes", "context", "requests", "until"), rows)
@@ -223,5 +223,5 @@ def _change(verb: str, model: str, url: str) -> None:
     with ServerClient(url) as client:
         answer = client.request(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
     memory = sum((answer.get("memory_bytes") or {}).values())
-    shown = f", {format_size(memory)} of memory" if memory and verb == "load" else ""
-    typer.echo(f"{answer['name']} is {answer['state']}{shown}")
+    shown = f", {format_memory(memory)} of memory" if memory and verb == "load" else ""
+    echo(f"{answer['name']} is {answer['state']}{shown}")

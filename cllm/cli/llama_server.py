@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import typer
 
 from cllm import __version__
-from cllm.config import DEFAULT_CACHE_DISK_MB
+from cllm.config import DEFAULT_CACHE_DISK_MB, MIN_BATCH_TOKENS, TEMPLATE_TEXT
 from cllm.errors import ConfigError
 from cllm.fields import describe_unknown
 
@@ -23,6 +23,7 @@ PORT = "8080"
 SLOTS = 4  # where neither --parallel nor memory says otherwise
 UBATCH = 512  # its own default, tokens
 NO_LIMIT_MB = 1 << 20
+VERBOSE = 10  # the verbosity from which on answers have `__verbose`
 LEVELS = ("error", "error", "warning", "info", "debug")  # by verbosity
 
 _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
@@ -36,7 +37,8 @@ _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
 #   /ROUTE   a route that all clients may use
 _FLAGS = """
 -m --model                          MODEL               1 =model
--a --alias                          ALIAS               1 !alias
+-a --alias                          ALIAS               1 =alias
+--tags                              TAGS                1 =tags
 -t --threads                        THREADS             1 +threads
 --poll                              .                   1 =poll
 -c --ctx-size                       CTX_SIZE            1 +ctx_size
@@ -61,7 +63,7 @@ _FLAGS = """
 --spec-type                         SPEC_TYPE           1 !drafts
 --pooling                           POOLING             1 =pooling
 --rerank --reranking                RERANKING           0 @pooling=rank
---chat-template                     CHAT_TEMPLATE       1 =chat_template
+--chat-template                     CHAT_TEMPLATE       1 !template
 --chat-template-file                CHAT_TEMPLATE_FILE  1 =chat_template
 --host                              HOST                1 !host
 --port                              PORT                1 =port
@@ -75,7 +77,7 @@ _FLAGS = """
 --metrics                           ENDPOINT_METRICS    0 /metrics
 --props                             ENDPOINT_PROPS      0 /props
 --slots / --no-slots                ENDPOINT_SLOTS      0 ?slots
--v --verbose --log-verbose          .                   0 @log_level=debug
+-v --verbose --log-verbose          .                   0 !verbose
 -lv --verbosity --log-verbosity     LOG_VERBOSITY       1 !verbosity
 --log-disable                       .                   0 @log_level=error
 -n --predict --n-predict            N_PREDICT           1 :max_tokens
@@ -153,7 +155,7 @@ _MISSING_VALUES = """
 --adaptive-target --adaptive-decay -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
 --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mm --mmproj -mmu
 --mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
---video-timestamp-interval --video-ffmpeg-dir --tags --path --cors-methods --cors-headers --api-prefix
+--video-timestamp-interval --video-ffmpeg-dir --path --cors-methods --cors-headers --api-prefix
 --ui-config --webui-config --ui-config-file --webui-config-file --tools --tools-runtime --mcp-servers-config
 --mcp-servers-json --sse-ping-interval --cache-reuse --media-path --models-dir --models-preset --models-max
 --reasoning-budget-message -sps --slot-prompt-similarity --log-prompts-dir --spec-draft-hf -hfd -hfrd
@@ -276,6 +278,10 @@ class Translation:
         if "batch_size" in settings:
             batch, ubatch = settings.pop("batch_size"), settings.get("batch_tokens", UBATCH)
             settings["batch_tokens"] = min(batch, ubatch)
+        if "batch_tokens" in settings:
+            settings["batch_tokens"] = max(MIN_BATCH_TOKENS, settings["batch_tokens"])
+        if settings.pop("verbose", False):
+            self.defaults.setdefault("verbose", True)
         if keys := settings.pop("api_key", None):  # an empty one leaves that of the environment in force
             settings["api_key"] = ",".join(keys)
         if "CLLM_PORT" not in variables:
@@ -384,7 +390,10 @@ _DRAFTS = re.compile("ngram|draft-simple")
 _LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
 # The settings and fields of requests that follow from a value; None if it has no counterpart.
 _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
-    "alias": lambda value: {"alias": value.split(",")[0].strip()},
+    # A word is the name of a template, or of a file; anything else is the text of one.
+    "template": lambda value: {
+        "chat_template": value if re.fullmatch(r"[\w.-]*", value) else TEMPLATE_TEXT + value
+    },
     "flash": lambda value: {"flash_attention": _parse_switch(value)} if value != "auto" else {},
     "device": lambda value: {"gpu_layers": 0} if value == "none" else None,
     "layers": lambda value: {"gpu_layers": _LAYERS[value] if value in _LAYERS else int(value)},
@@ -397,7 +406,11 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
     "key": lambda value: {"api_key": [key.strip() for key in value.split(",") if key.strip()]},
     "key_file": _read_key_file,
     "save_path": lambda value: _checked({"cache_dir": value}, Path(value).is_dir(), "it is not a folder"),
-    "verbosity": lambda value: {"log_level": LEVELS[min(max(0, int(value)), len(LEVELS) - 1)]},
+    "verbose": lambda value: {"log_level": LEVELS[-1], "verbose": True} if value == "on" else {},
+    "verbosity": lambda value: {
+        "log_level": LEVELS[min(max(0, int(value)), len(LEVELS) - 1)],
+        "verbose": int(value) >= VERBOSE,
+    },
     "download": lambda value: _checked({}, False, "not downloaded: give -hf REPOSITORY or -m FILE"),
     "repo": lambda value: {"model": f"hf:{value}"},
 }

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from cllm.cli.terminal import AsJson, print_columns
+from cllm.cli.terminal import AsJson, echo, print_columns
 from cllm.errors import LibraryError, ModelFileError
 from cllm.models import store
 from cllm.models.files import HubReference, format_size, parse_hub
@@ -40,7 +40,7 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
     for name, (here, size) in store.find_incomplete().items():
         shown = f"{format_size(here)} of {format_size(size)}"
-        typer.echo(f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes", err=True)
+        echo(f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes", err=True)
 
 
 def _join(folders: list[Path] | None) -> str:
@@ -103,7 +103,7 @@ def show_command(
             value = format_size(value)
         elif isinstance(value, bool):
             value = "yes" if value else "no"
-        typer.echo(f"{name.replace('_', ' '):14} {value}")
+        echo(f"{name.replace('_', ' '):14} {value}")
 
 
 def _show_remote(reference: HubReference) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def rm_command(
         process, command = next(iter(users.items()))
         raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
     where = stored.root if stored else removal.paths[0].parent
-    typer.echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
+    echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
     if not yes:
         if not sys.stdin.isatty():
             raise ModelFileError("nothing was removed: --yes removes it without asking")

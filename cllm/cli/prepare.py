@@ -106,10 +106,9 @@ def _fit(config: EngineConfig) -> tuple[GgufHeader, MemoryFit]:
 def describe(ready: EngineConfig) -> PreparedModel:
     """Describe settings by the memory that they take, at its largest, and the state of their files."""
     header, fit = _fit(ready)
-    memory = {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
     paths = [part.path for part in header.parts]
     paths += [Path(ready.draft_model)] if ready.draft_model else []
-    return PreparedModel(config=ready, memory=memory, stamps=tuple(map(stamp, paths)))
+    return PreparedModel(config=ready, memory=fit.by_device, stamps=tuple(map(stamp, paths)))
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

@@ -24,6 +24,7 @@ from cllm.models.fit import ModelFit
 from cllm.models.hub import SearchHit, make_hub
 from cllm.models.pull import HubModel, Pull, PullOptions, find_model, free_bytes, is_offline
 from cllm.models.store import find_stored
+from cllm.names import make_visible
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)i?b?(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -127,7 +128,7 @@ def _report_fit(head: Path, console: Console) -> ModelFit | None:
     try:
         fit = ModelFit(GgufHeader(head))
     except (LibraryError, ModelFileError) as error:
-        console.print(f"memory  not checked: {error}")
+        console.print(make_visible(f"memory  not checked: {error}"), markup=False)
         return None
     console.print(f"memory  {fit.describe()}")
     return fit

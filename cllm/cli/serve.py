@@ -36,11 +36,12 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
-from cllm.models.files import format_size, parse_file_type
+from cllm.models.files import format_memory, format_size, parse_file_type
 from cllm.models.survey import Survey
-from cllm.names import path_below
+from cllm.names import make_visible, path_below
 from cllm.server.app import check_defaults, read_defaults
 from cllm.server.keys import KeyRing
+from cllm.server.middleware import split_list
 from cllm.server.serve import Listeners, bind, make_tls, serve
 from cllm.workers.executor import ProcessExecutor
 
@@ -94,10 +95,13 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             assert engine.info is not None and engine.limits is not None
             info = engine.info
             quant, size = parse_file_type(info.description).quant, format_size(info.size_bytes)
+            kind = f"{info.name} ({' '.join((info.architecture, quant)).strip()}"
+            memory = sum(ready.memory.values())
+            takes = f"; takes up to {format_memory(memory)} of memory" if memory else ""
             console.print(
-                f"cllm serves {info.name} ({' '.join((info.architecture, quant)).strip()}, {size}) at {url}\n"
-                f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
-                f"tokens each; open {url} to chat and to see what it does; Ctrl-C ends it"
+                f"cllm serves {make_visible(kind)}, {size}) at {url}\n"
+                f"{engine.limits.max_running} requests at a time, up to {engine.limits.request_tokens} "
+                f"tokens each{takes}; open {url} to chat and to see what it does; Ctrl-C ends it"
             )
 
         path = Path(ready.config.model)
@@ -169,14 +173,16 @@ def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]
         return sections
     named = {name.lower(): each for each in reversed(sections) for name in (each.name, *each.aliases)}
     return [
-        named.get(each.lower()) or replace(common, engine=replace(config.engine, model=each))
+        named.get(each.lower()) or replace(common, engine=replace(common.engine, model=each))
         for each in references or [""]
     ]
 
 
 def make_common(config: Config) -> ModelConfig:
     """The settings of a model that has none of its own."""
-    return ModelConfig(name="", engine=replace(config.engine, model=""), ttl=config.server.sleep_idle_s)
+    alias, *aliases = split_list(config.engine.alias) or [""]
+    engine = replace(config.engine, model="", alias=alias)
+    return ModelConfig(name="", engine=engine, aliases=tuple(aliases), ttl=config.server.sleep_idle_s)
 
 
 def is_several(models: Sequence[ModelConfig], config: Config) -> bool:

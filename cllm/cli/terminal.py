@@ -14,10 +14,9 @@ import typer
 from rich.cells import cell_len, chop_cells
 from typer import Option
 
+from cllm.names import make_visible
+
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
-# Control characters become visible signs; a line feed and a tab stay.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 MAX_WORD = 40  # columns; a longer word is cut where a row ends
 _WORDS = re.compile(r"\s|[\u2e80-\uffef]|[^\s\u2e80-\uffef]+")  # Chinese breaks between signs
@@ -29,13 +28,18 @@ _RIGHT = ("size", "downloads", "context", "takes", "requests")  # columns of num
 
 def fail(error: Exception, code: int = 2) -> typer.Exit:
     """Print one clear line on standard error."""
-    typer.echo(f"cllm: {error}", err=True)
+    echo(f"cllm: {error}", err=True)
     return typer.Exit(code)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line that may hold names from elsewhere: of files, of hubs, of headers."""
+    typer.echo(make_visible(text), err=err)
 
 
 def print_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below their titles, each column as wide as its widest cell; no line is cut."""
-    table = [titles, *rows]
+    table = [titles, *([make_visible(cell) for cell in row] for row in rows)]
     widths = [max(cell_len(row[place]) for row in table) for place in range(len(titles))]
     for row in table:
         cells = []
@@ -43,11 +47,6 @@ def print_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             padding = " " * (width - cell_len(text))
             cells.append(padding + text if title in _RIGHT else text + padding)
         typer.echo("  ".join(cells).rstrip())
-
-
-def make_visible(text: str) -> str:
-    """The text with every control character replaced: none of it is a command to the terminal."""
-    return text if text.isprintable() else text.translate(_VISIBLE)
 
 
 class Wrap:

@@ -77,7 +77,7 @@ class RemoteReplica:
 
     @property
     def slots(self) -> int:
-        return 0 if self.ready is None else self.ready.limits.parallel or self.ready.limits.sequences
+        return 0 if self.ready is None else self.ready.limits.max_running
 
     def describe(self) -> ReplicaStatus:
         load = self.load

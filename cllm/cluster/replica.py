@@ -88,7 +88,7 @@ class ReplicaLoad:
 
     def reset(self, limits: Limits) -> None:
         """Follow a new engine, which has no request and no cache."""
-        self.slots, self.cells = limits.parallel or limits.sequences, limits.cells
+        self.slots, self.cells = limits.max_running, limits.cells
         self.stats = StepStats()
         self.requests.clear()
         self._running.clear()

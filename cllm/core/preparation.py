@@ -13,7 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner, Sampler
 from cllm.text.structured_output import Constraint, GrammarCompiler
@@ -29,8 +30,46 @@ class RequestParts(NamedTuple):
     sampler: Sampler | None  # None: cheap enough to be built when it starts
 
 
+class FairThread:
+    """One thread whose tasks are fair between tenants: a line for each tenant, and the tenants take turns."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._lines: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of turns
+        self._served = ""  # the tenant whose turn was the last one
+
+    def submit(self, tenant: str, task: Callable[[], Made]) -> Future[Made]:
+        """Queue a task. Its future may be cancelled while it waits."""
+        future: Future[Made] = Future()
+        with self._lock:
+            self._lines.setdefault(tenant, deque()).append((future, task))
+        self._executor.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant = next((each for each in self._lines if each != self._served), self._served)
+            self._served, line = tenant, self._lines.pop(tenant)
+            future, task = line.popleft()
+            if line:
+                self._lines[tenant] = line  # the next turn is after all others'
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def shutdown(self) -> None:
+        """Wait for the task under way; those that wait are dropped."""
+        self._executor.shutdown(cancel_futures=True)
+
+
 class Preparation:
-    """Two threads, one for grammars alone. `wake` is called when something is done."""
+    """Threads for grammars, for samplers, and for those with DRY, which take seconds of a large vocabulary.
+
+    `wake` is called when something is done.
+    """
 
     def __init__(
         self,
@@ -42,22 +81,26 @@ class Preparation:
         self._runner = runner
         self._wake = wake
         new_executor = new_executor or _new_thread
-        self._grammars, self._others = new_executor("cllm-grammars"), new_executor("cllm-samplers")
+        names = ("cllm-grammars", "cllm-samplers", "cllm-dry")
+        self._threads = [FairThread(new_executor(name)) for name in names]
+        self._grammars, self._others, self._dry = self._threads
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self.unused: deque[Sampler] = deque()  # of requests that ended before they started
 
     def submit(self, request: Request) -> Future[RequestParts]:
         """Begin to prepare a request that has a grammar, or a sampler that looks back."""
-        thread = self._others if request.sampling.looks_back else self._grammars
-        return self._watched(thread.submit(self._prepare, request))
+        sampling = request.sampling
+        thread = self._dry if sampling.dry_multiplier else self._others
+        thread = thread if sampling.looks_back else self._grammars
+        return self._watched(thread.submit(request.tenant, partial(self._prepare, request)))
 
     def warm_up(self) -> None:
         """Build the grammar compiler now: it takes half a second, much of it under Python's one lock."""
-        self._grammars.submit(self._get_compiler)
+        self._grammars.submit("", self._get_compiler)
 
     def open_embedding(self) -> Future[None]:
-        return self._watched(self._others.submit(self._runner.open_embedding))
+        return self._watched(self._others.submit("", self._runner.open_embedding))
 
     def discard(self, future: Future[RequestParts]) -> None:
         """The request has ended: what is made for it is not needed."""
@@ -71,8 +114,8 @@ class Preparation:
 
     def close(self) -> None:
         """Wait for what is under way; nothing native is used afterwards."""
-        for thread in (self._grammars, self._others):
-            thread.shutdown(cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown()
         self.close_unused()
 
     def _watched(self, future: Future[Made]) -> Future[Made]:

@@ -229,11 +229,8 @@ class Scheduler(StepGroup[Sequence]):
         self._awaited.clear()
         limits = self.runner.limits
         loading = 0  # their slots are kept free: what is read is needed at once
-        first = self.waiting[: max(0, self._free_slots)]
-        for sequence in (
-            *(self.prefix_cache.order(first) if len(first) > 1 else first),
-            *self.waiting[len(first) :],
-        ):
+        free = max(0, self._free_slots)
+        for sequence in (*self.prefix_cache.order(self.waiting[:free]), *self.waiting[free:]):
             if self._free_slots <= loading:
                 return
             if not self.layout.splits:
@@ -257,7 +254,7 @@ class Scheduler(StepGroup[Sequence]):
     def _free_slots(self) -> int:
         """How many more sequences may run now."""
         limits = self.runner.limits
-        return min(len(self.pool.free), (limits.parallel or limits.sequences) - len(self.running))
+        return min(len(self.pool.free), limits.max_running - len(self.running))
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""

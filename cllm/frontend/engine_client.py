@@ -198,8 +198,7 @@ class EngineClient:
             assert self._loop is not None
             state.deadline = self._loop.call_later(state.timeout_s, self._time_out, state)
         self._dispatch()
-        if state.stage is Stage.QUEUED:
-            stream.queue_position = state.queue.position(state)
+        stream.queue_position = self._queue.position(state)
         return stream
 
     def cancel(self, request_id: str) -> None:

@@ -92,8 +92,8 @@ class EngineMetrics:
         self.failed = counter("requests_failed", "Accepted requests that failed, by reason", "reason")
         self.deadlines = counter("deadlines_exceeded", "Requests whose time was up, by stage", "place")
         self.slow_readers = counter("slow_readers", "Streams ended because their client did not read")
-        self.queue = gauge("queue_requests", "Requests waiting in the queue")
-        self.queue_tokens = gauge("queue_tokens", "Prompt tokens waiting in the queue")
+        self.queue = gauge("queue_requests", "Requests that wait for a slot")
+        self.queue_tokens = gauge("queue_tokens", "Prompt tokens of requests that wait for a slot")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self.cached_tokens = counter(
             "cached_tokens", "Prompt tokens of finished requests taken from the KV cache, by tier", "source"
@@ -126,8 +126,8 @@ class EngineMetrics:
     def watch(self, queue: RequestQueue) -> None:
         """Show this queue; read when metrics are scraped."""
         self.tenants = queue.tenants
-        self.queue.set_function(lambda: queue.waiting[0])
-        self.queue_tokens.set_function(lambda: queue.waiting[1])
+        self.queue.set_function(lambda: queue.without_slot[0])
+        self.queue_tokens.set_function(lambda: queue.without_slot[1])
 
     def loaded(self, limits: Limits, memory: dict[str, int]) -> None:
         for part, size in memory.items():
@@ -239,10 +239,12 @@ class TenantMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("cllm_tenant_tokens", "Tokens, prompt and generated", labels=["tenant"])
         held = GaugeMetricFamily("cllm_tenant_requests", "Requests now", labels=["tenant", "place"])
-        for tenant in tuple(self._metrics.tenants.accounts.values()):
+        tenants = self._metrics.tenants
+        surplus = tenants.count_surplus()
+        for tenant in tuple(tenants.accounts.values()):
             tokens.add_metric([tenant.name], tenant.tokens)
-            held.add_metric([tenant.name, "waiting"], tenant.waiting)
-            held.add_metric([tenant.name, "engine"], tenant.running)
+            held.add_metric([tenant.name, "waiting"], tenant.waiting + surplus[tenant])
+            held.add_metric([tenant.name, "engine"], tenant.running - surplus[tenant])
         return tokens, held
 
 

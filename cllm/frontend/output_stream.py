@@ -28,7 +28,7 @@ class AsyncOutputStream:
     """
 
     request_id: str
-    queue_position: int = 0  # when it was accepted; 0: went to the engine at once
+    queue_position: int = 0  # when it was accepted; 0: it got a slot at once
     finished: bool = False  # the terminal output has been pushed
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # when it came

@@ -78,19 +78,41 @@ class RequestQueue:
         self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
         self.tenants = tenants or Tenants()
-        self.tenants.queues += 1
+        self.tenants.queues.add(self)
         self._generation = FairQueue(self.tenants)
         self._embedding = FairQueue(self.tenants)  # these hold no slot: they have a limit of their own
         self.states: dict[str, RequestState] = {}  # every accepted request, by id
         self._engine: dict[str, RequestState] = {}
+        self._slots = 0  # of the engine
         # When requests may go that must wait now, though nothing happens; None: only after something does.
         self.look_again_at: float | None = None
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Number of requests and of prompt tokens that wait."""
+        """Number of requests and of prompt tokens in the queue."""
         generation, embedding = self._generation, self._embedding
         return generation.count + embedding.count, generation.tokens + embedding.tokens
+
+    @property
+    def surplus(self) -> list[RequestState]:
+        """Requests that the engine was given beyond its slots, in their order. They wait there."""
+        if self._generation.running <= self._slots:
+            return []
+        given = [state for state in self._engine.values() if state.queue is self._generation]
+        return given[self._slots :]
+
+    @property
+    def without_slot(self) -> tuple[int, int]:
+        """Number of requests and of prompt tokens that wait for a slot, in the queue or in the engine."""
+        (count, tokens), surplus = self.waiting, self.surplus
+        return count + len(surplus), tokens + sum(state.input_tokens for state in surplus)
+
+    def position(self, state: RequestState) -> int:
+        """Number of requests, itself included, that get a slot before those after it. 0: it has one."""
+        surplus = self.surplus
+        if state.stage is Stage.QUEUED:
+            return len(surplus) * (state.queue is self._generation) + state.queue.position(state)
+        return surplus.index(state) + 1 if state in surplus else 0
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
@@ -143,6 +165,7 @@ class RequestQueue:
     def next_for_engine(self, limits: Limits) -> list[RequestState]:
         """The requests to send now; they count as being in the engine from here on."""
         now = time.monotonic()
+        self._slots = limits.max_running
         if now >= self.tenants.period_end:
             self.tenants.advance(now)
         sent: list[RequestState] = []
@@ -177,7 +200,7 @@ class RequestQueue:
             running is not None or min(suspects, key=lambda each: each.arrived).queue is not queue
         ):
             return None
-        sequences, generation = limits.sequences, queue is self._generation
+        sequences, generation = limits.max_running, queue is self._generation
         # When order does not matter, the engine is given a few more than it can run.
         limit = sequences + max(2, sequences // 2) if generation else MAX_EMBEDDING_REQUESTS
         if queue.running >= limit:
@@ -393,7 +416,7 @@ class FairQueue:
             if line is None:
                 continue
             tag = line.tenant.virtual = max(tenants.virtual_time, line.tenant.virtual)
-            if tenants.queues > 1:
+            if len(tenants.queues) > 1:
                 # No further than to the least of those that wait: a tenant that is alone in one queue must
                 # not take from another, which waits elsewhere, what that has not had.
                 least = min(other.virtual for other in tenants.active if other.waiting)

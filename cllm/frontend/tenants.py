@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.types import Request, TenantLimits
@@ -121,7 +123,11 @@ class Tenants:
         self.period_end = 0.0  # next time at which something may lapse
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
-        self.queues = 0  # that share these accounts, one for each engine so far
+        self.queues: WeakSet[Any] = WeakSet()  # the `RequestQueue` of each engine
+
+    def count_surplus(self) -> Counter[Tenant]:
+        """Requests of each tenant that are in an engine and wait for a slot there."""
+        return Counter(state.tenant for queue in tuple(self.queues) for state in queue.surplus)
 
     def register(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace all limits. Accounts go on; changed limits count from now."""

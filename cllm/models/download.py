@@ -328,6 +328,8 @@ class Download:
                     return
                 self._write(part, taken, data)
                 self._limit.wait(len(data))
+                if taken.position >= taken.end:
+                    return  # whatever else is sent
 
     def _check_range(self, response: httpx.Response, taken: _Range) -> None:
         if response.status_code != 206:
@@ -335,8 +337,8 @@ class Download:
         span, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if total not in ("", "*", str(self._file.size)):
             raise HubError(
-                f"{self._file.path} has changed: it has {total} bytes now, {self._file.size} were listed; "
-                "the same command lists it again"
+                f"{self._file.path} has changed: it has {total:.20} bytes now, {self._file.size} were "
+                "listed; the same command lists it again"
             )
         if span and span.partition("-")[0] != str(taken.position):
             raise NoRanges

@@ -167,6 +167,15 @@ def format_size(size: float) -> str:
     return f"{size:.2f} TB"
 
 
+def format_memory(size: float) -> str:
+    """Bytes of memory in powers of 1,024, to three digits, as the page shows them."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}" if size < 100 else f"{size:,.0f} {units[0]}"
+
+
 # References ----------------------------------------------------------------------------------------
 
 

@@ -9,22 +9,26 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import httpx
+import msgspec
 
 from cllm import __version__
 from cllm.errors import HubError
 from cllm.models.files import HubFile, HubReference
 from cllm.models.store import hf_home
-from cllm.names import is_file_path, is_repo
+from cllm.names import is_file_path, is_repo, make_visible
 
 log = logging.getLogger(__name__)
 MAX_PAGES = 200
+MAX_ANSWER = 2 << 20  # bytes of one: decoded, a hostile one takes up to 27 times as much
+MAX_LISTED = 20_000  # files of one repository
+MAX_REDIRECTS = 10
 MAX_FILE = 1 << 44  # bytes: more is no file but a mistake
 LIST_ATTEMPTS = 4
 LIST_TIMEOUT_S = 30.0
@@ -69,8 +73,7 @@ class Hub:
         self._token = token
         self._client = httpx.Client(
             verify=_certificates(),
-            follow_redirects=True,
-            max_redirects=10,
+            follow_redirects=False,  # httpx would read, and unzip, the whole body of each
             headers={"User-Agent": f"cllm/{__version__}", "Accept-Encoding": "identity"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
         )
@@ -99,15 +102,19 @@ class Hub:
 
     @contextmanager
     def stream(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
-        """GET with redirects. The token goes to the hub's own address alone: httpx drops it elsewhere."""
+        """GET with redirects, whose bodies are not read. httpx drops the token at another address."""
         own = _origin(url) == _origin(self.endpoint)
         token = {"Authorization": f"Bearer {self._token}"} if self._token and own else {}
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
         try:
-            with self._client.stream("GET", url, headers={**headers, **token}, timeout=timeout) as response:
-                yield response
-        except httpx.TooManyRedirects:
-            raise HubError(f"{_host(url)} redirects in a circle; try another mirror") from None
+            request = self._client.build_request("GET", url, headers={**headers, **token}, timeout=timeout)
+            for _ in range(MAX_REDIRECTS + 1):
+                with closing(self._client.send(request, stream=True)) as response:
+                    if response.next_request is None:
+                        yield response
+                        return
+                    request = response.next_request
+            raise HubError(f"{_host(url)} redirects in a circle; try another mirror")
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise HubError(f"{url}: {error}; is the hub's address right?") from None
 
@@ -117,19 +124,33 @@ class Hub:
             try:
                 with self.stream(url, {}, LIST_TIMEOUT_S) as response:
                     self.check(response, "")
-                    response.read()
-                    return response.json(), urljoin(url, response.links.get("next", {}).get("url", ""))
+                    answer = msgspec.json.decode(self._read(response))
+                    following = urljoin(url, response.links.get("next", {}).get("url", ""))
+                    if _origin(following) != _origin(url):
+                        raise HubError(f"{_host(url)} lists more at another address; try another mirror")
+                    return answer, following
             except TemporaryError as error:
                 reason, wait_s, over = str(error), error.retry_after_s, False
             except httpx.HTTPError as error:
                 reason, wait_s, over = describe_transport(error, self), 0.0, _find_cause(error) is not None
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError, msgspec.DecodeError):
                 raise HubError(f"{_host(url)} does not answer as {self.title} does (no JSON)") from None
             if over or attempt == LIST_ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
                 raise HubError(reason)
             log.info("%s; again", reason)
             time.sleep(wait_s or LIST_BACKOFF_S * 2**attempt)
         raise AssertionError
+
+    def _read(self, response: httpx.Response) -> bytes:
+        """Read an answer as it was sent. Raises HubError for one that is compressed, or too large."""
+        host, data = response.url.host, bytearray()
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise HubError(f"{host} compresses its answer, which was not asked for; try another mirror")
+        for piece in response.iter_raw():
+            data += piece
+            if len(data) > MAX_ANSWER:
+                raise HubError(f"{host} answers with more than {MAX_ANSWER >> 20} MiB; try another mirror")
+        return bytes(data)
 
     def check(self, response: httpx.Response, what: str) -> None:
         """Check that an answer is a success. Raises HubError with what to do, or TemporaryError."""
@@ -187,6 +208,8 @@ class HuggingFace(Hub):
         for _ in range(MAX_PAGES):
             entries, following = self.get_json(url)
             files += [self._parse(entry) for entry in _entries(entries) if entry.get("type") == "file"]
+            if len(files) > MAX_LISTED:
+                raise HubError(f"hf:{self.repo} lists more than {MAX_LISTED:,} files: no model has as many")
             if following == url:
                 break
             url = following
@@ -219,7 +242,7 @@ class ModelScope(Hub):
         data = _as_mapping(answer).get("Data")
         if not isinstance(data, dict):
             reason = _as_mapping(answer).get("Message") or "no files in the answer"
-            raise HubError(f"ms:{self.repo} cannot be listed: {reason}")
+            raise HubError(f"ms:{self.repo} cannot be listed: {make_visible(str(reason)[:200])}")
         entries = [entry for entry in _entries(data.get("Files")) if entry.get("Type") != "tree"]
         return Listing(revision, tuple(map(self._parse, entries)))
 

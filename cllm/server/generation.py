@@ -24,6 +24,7 @@ INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
 Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=256)]
 SamplerName = Annotated[str, Meta(max_length=64)]
+EMPTY_IS_NONE = ("grammar", "guided_grammar", "stop")  # fields that clients send without a value
 RepeatNames = ("repetition_penalty", "repeat_penalty")
 
 
@@ -113,8 +114,12 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        given = value.get("logit_bias")
-        return value if given is None else {**value, "logit_bias": _read_biases(given)}
+        value = {name: given for name, given in value.items() if given != "" or name not in EMPTY_IS_NONE}
+        if isinstance(stops := value.get("stop"), list):
+            value["stop"] = [stop for stop in stops if stop != ""]
+        if (given := value.get("logit_bias")) is not None:
+            value["logit_bias"] = _read_biases(given)
+        return value
 
     def set_limit(self, field: str) -> None:
         """Read a `TokenLimit` of at least 1: None for -1. Raises ValueError."""

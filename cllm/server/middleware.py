@@ -23,9 +23,9 @@ from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
 PAGE_FILES = "/page/"
-OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
+OPEN = ("/health", "/v1/health", "/ready", "/")  # the paths that never need a key, beside files of the page
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
-EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id", "x-request-id")  # that a page may read
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # In the scope: the server's own `send`, the one that adds headers, and the leases of the request's models.
 DIRECT_SEND, ROUTE_SEND, LEASES = "cllm.direct_send", "cllm.route_send", "cllm.leases"
@@ -53,10 +53,10 @@ class RequestMiddleware:
     A loopback listener accepts the names of this machine, its own address, and `allowed_hosts`. Any other
     listener accepts every name, unless `allowed_hosts` is set.
 
-    With keys set, every route but `/health` and the page needs one. An operator is an admin's key, or any
-    client of a loopback listener without keys. Operators' routes, and what changes the server's state on
-    other routes, need one. The request's tenant is left in the scope's state, and in `CALLER`; its role says
-    whether it is an operator.
+    With keys set, every route but `/health`, `/ready` and the page needs one. An operator is an admin's key,
+    or any client of a loopback listener without keys. Operators' routes, and what changes the server's state
+    on other routes, need one. The request's tenant is left in the scope's state, and in `CALLER`; its role
+    says whether it is an operator.
 
     HEAD is answered as GET; the server leaves the body out. The server's own `send` is left in the scope: a
     stream's body need not pass the layers, which only look at its start.
@@ -194,7 +194,6 @@ class RequestMiddleware:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
             raise HttpError(431, "headers_too_large", message)
         if scope["method"] == "POST" and kind not in (b"", b"application/json"):
-            # Without a type a body is not parsed at all: any page can send one without a preflight request.
             message = "the body must be JSON: send it with 'Content-Type: application/json'"
             raise HttpError(415, "unsupported_media_type", message)
         if scope["method"] == "POST" and encoding != b"identity":

@@ -59,7 +59,7 @@ _SCHEMES = {
 _RETRY = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3}}
 _POSITION = {
     "X-Queue-Position": {
-        "description": "The request's position in the queue when it was accepted; 0: it did not wait",
+        "description": "Requests that waited for a slot, up to this one, when it was accepted; 0: none",
         "schema": {"type": "integer"},
         "example": 0,
     }

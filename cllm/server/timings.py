@@ -26,7 +26,6 @@ class Timings(msgspec.Struct, frozen=True):
     predicted_per_second: float
     draft_n: int | msgspec.UnsetType = msgspec.UNSET
     draft_n_accepted: int | msgspec.UnsetType = msgspec.UNSET
-    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
 
 
 def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
@@ -48,7 +47,6 @@ def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | No
         predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
         draft_n=usage.drafted_tokens or msgspec.UNSET,
         draft_n_accepted=usage.accepted_tokens if usage.drafted_tokens else msgspec.UNSET,
-        cached_from=usage.cached_from,
     )
 
 
@@ -67,7 +65,8 @@ class PromptProgress(msgspec.Struct, frozen=True):
 class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of llama-server that responses of OpenAI's routes have beside their own."""
 
-    system_fingerprint: str = f"cllm-{__version__}"
+    # Of the form of llama-server's, whose scripts look for a build number.
+    system_fingerprint: str = f"b0-cllm-{__version__}"
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
     prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
     verbose: dict[str, Any] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="__verbose")

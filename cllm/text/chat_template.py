@@ -28,6 +28,7 @@ from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cllm.config import TEMPLATE_TEXT
 from cllm.errors import ConfigError, InvalidRequest
 
 RENDER_LIMIT_S = 0.75  # CPU time; below the guard's limit, so that an error comes before the kill
@@ -245,15 +246,17 @@ def tojson(
 
 
 def read_template(given: str) -> str:
-    """The source of a template, given by a built-in name, as a path, or as the text. Raises ConfigError.
+    """The source of a template: a built-in name's, a file's, or the text itself. Raises ConfigError.
+
+    Text is what has Jinja in it, or `text:` before it.
 
     Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
     if given in BUILTIN_TEMPLATES:
         return BUILTIN_TEMPLATES[given]
-    name, source = "(inline)", given
+    name, source = "(inline)", given.removeprefix(TEMPLATE_TEXT)
     try:
-        if not _is_template(given):
+        if source == given and not _is_template(given):
             path = Path(given).expanduser()
             name = str(path)
             with path.open("rb") as file:

@@ -20,6 +20,7 @@ _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties",
 
 MAX_NESTING = 64  # of a schema, a grammar or a literal
 MAX_CHAIN = 8  # references that lead from one to the next
+MAX_VISITS = 20_000  # schemas that the search for endless values looks at
 MAX_REFERENCES = 512  # of the schemas of one request: native code follows them in depth
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
@@ -195,6 +196,53 @@ def _inspect(schema: Any, field: str) -> int:
         ):
             raise InvalidRequest(f"{field}: {value} is beyond the numbers that can be written exactly", field)
     return references
+
+
+def check_end(root: Any, field: str) -> None:
+    """Raise InvalidRequest for a schema that only endless values match, such as one that requires itself.
+
+    A reference is known to end once a value without unknown references matches it. A schema that is too
+    large for this passes.
+    """
+    ending: set[str] = set()
+    visits = 0
+
+    def ends(schema: Any) -> bool:
+        nonlocal visits
+        visits += 1
+        if visits > MAX_VISITS or not isinstance(schema, Mapping) or get_values(schema) is not None:
+            return True
+        reference, union = schema.get("$ref"), schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(reference, str) and reference in references and reference not in ending:
+            return False
+        if isinstance(union, list) and union and not any(map(ends, union)):
+            return False
+        parts = [*(schema.get("allOf") or ())]
+        if schema.get("type") in ("object", ["object"]):
+            parts += [get_property(schema, name) for name in schema.get("required") or ()]
+        elif schema.get("type") in ("array", ["array"]) and schema.get("minItems"):
+            parts.append((schema.get("prefixItems") or [schema.get("items")])[0])
+        return all(map(ends, parts))
+
+    references = {each for each in _list_references(root) if each.startswith("#")}
+    while new := {each for each in references - ending if ends(_follow(root, each))}:
+        ending |= new
+    if not ends(root):
+        message = "only endless values match it: a schema requires itself ($ref); make that part optional"
+        raise InvalidRequest(f"{field}: {message}", field)
+
+
+def _list_references(schema: Any) -> list[str]:
+    """The `$ref` of a schema and of all in it."""
+    found, left = list[str](), [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            left += value.values()
+            found += [reference] if isinstance(reference := value.get("$ref"), str) else []
+        elif isinstance(value, list):
+            left += value
+    return found
 
 
 def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 
@@ -21,7 +22,14 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
 from cllm.text.detokenizer import count_possible
-from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, escape_regex, parse_schemas
+from cllm.text.json_schema import (
+    MAX_NESTING,
+    check_end,
+    close_schemas,
+    count_nesting,
+    escape_regex,
+    parse_schemas,
+)
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -229,7 +237,11 @@ class GrammarCompiler:
     def _compile(self, spec: ConstraintSpec) -> LLMatcher:
         """Compile a source that is within the limits. Native code sees no other."""
         _check_size(spec)
-        closed = close_schemas(spec, parse_schemas(spec))
+        schemas = parse_schemas(spec)
+        with suppress(TypeError, LookupError):  # no schema: the compiler says why
+            for each in schemas:
+                check_end(each.schema, spec.field)
+        closed = close_schemas(spec, schemas)
         try:
             return _run_on_large_stack(lambda: self._make_matcher(spec, closed))
         except InvalidRequest:  # a closed schema must not be what is refused

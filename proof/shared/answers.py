@@ -74,7 +74,7 @@ class Client(PlainClient):
             text=answer["content"],
             prompt_tokens=answer["tokens_evaluated"],
             cached_tokens=timings["cache_n"],
-            cached_from=timings.get("cached_from", ""),
+            cached_from=answer.get("cached_from", ""),
         )
 
     def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, **fields: Any) -> Answer:

@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -21,6 +22,9 @@ COMMIT = "c0ffee" + "0" * 34
 PIECE = 16 << 10  # bytes that are sent at a time
 STALL_S = 20.0
 TOKEN = "hf_right"
+
+
+Mutate = Callable[[str, int, dict[str, str], bytes], tuple[int, dict[str, str], bytes]]
 
 
 class Asked(NamedTuple):
@@ -55,6 +59,7 @@ class FakeHub:
         self.extra: list[dict[str, Any]] = []  # more entries of Hugging Face's listings
         self.in_git: set[str] = set()  # files that are not in LFS
         self.faults: Counter[str] = Counter()
+        self.mutate: Mutate | None = None  # changes answers: their path, status, headers and body
         self.bytes_per_s = 0.0
         self.piece = PIECE
         self.retry_after = "0.05"  # of a 429, seconds
@@ -237,6 +242,9 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.has_fault("early"):
             body = body[: len(body) // 2]
         total = len(data) + hub.has_fault("resized")
+        if hub.mutate is not None:
+            headers = {"Content-Range": f"bytes {first}-{last}/{total}"} if part else {}
+            return self._send(bytes(body), 206 if part else 200, "application/octet-stream", headers)
         self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(len(body)))
         if part:
@@ -267,9 +275,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(json.dumps(value).encode(), status, "application/json", headers)
 
     def _send(self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None) -> None:
+        sent = {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}
+        if self.hub.mutate is not None:
+            status, sent, body = self.hub.mutate(self.path, status, sent, body)
+            sent["Connection"], self.close_connection = "close", True
         self.send_response(status)
-        own = {"Content-Type": kind, "Content-Length": str(len(body))}
-        for name, value in {**own, **(headers or {})}.items():
+        for name, value in sent.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # a client may have had enough
+            self.wfile.write(body)

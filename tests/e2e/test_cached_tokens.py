@@ -50,7 +50,7 @@ def ask_llama(text: str, server: Server) -> tuple[int, int, str]:
     answer = post(server, "/completion", prompt=text)
     timings = answer["timings"]
     assert timings["prompt_n"] + timings["cache_n"] == answer["tokens_evaluated"]
-    return answer["tokens_evaluated"], timings["cache_n"], timings["cached_from"]
+    return answer["tokens_evaluated"], timings["cache_n"], answer["cached_from"]
 
 
 def ask_generate(text: str, server: Server) -> tuple[int, int, str]:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli.main import app
+from cllm.models.files import format_memory
 from tests.driver.server import Server, StartServer, cllm, wait_for
 
 
@@ -27,6 +28,17 @@ def test_a_program_is_run_with_what_it_wants(tiny: Server, tmp_path: Path) -> No
 def test_a_program_that_is_not_installed_is_one_line(tiny: Server, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["launch", "aider", "--url", tiny.url], env={"PATH": str(tmp_path)})
     assert (done.exit_code, done.output) == (2, "cllm: aider is not installed: `pip install aider-chat`\n")
+
+
+def test_the_memory_of_a_model_is_told_the_same_everywhere(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--ctx-size", "512", "--parallel", "1", "--threads", "1")
+    (model,) = server.get("/admin/models")["models"]
+    memory = sum(model["memory_bytes"].values())
+    shown = format_memory(memory)
+    assert f"; takes up to {shown} of memory; open http" in server.log_text.replace("\n", " ")
+    assert shown in CliRunner().invoke(app, ["ps", "--url", server.url]).output
+    assert [each["size"] for each in server.get("/api/ps")["models"]] == [memory]
+    assert server.get("/admin/models")["memory_bytes"] == model["memory_bytes"]
 
 
 def test_models_of_a_server(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "tempe
 FIELDS = {  # of an answer of /completion
     *("index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted", "tokens_evaluated"),
     *("generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word"),
-    *("tokens_cached", "timings"),
+    *("tokens_cached", "cached_from", "timings"),
 }
 
 
@@ -30,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     words = (
         f"-m {tiny_model} -a tiny-one,other -c 2048 -t 1 -n 5 --temp 0 --seed 3 --slot-save-path {saves} "
         f"--metrics --props --api-key-file {keys} --cors-origins localhost --lora none.gguf --jinja -fa on "
-        "--host 127.0.0.1"
+        "--host 127.0.0.1 -v -b 16 --tags small,fast"
     )
     with Server(folder / "log", *words.split(), program=LLAMA, CLLM_CACHE_DISK_MB="64") as server:
         server.client.headers["Authorization"] = "Bearer other-key"
@@ -58,7 +59,7 @@ def test_a_completion_has_its_fields_and_equals_the_native_route(tiny: Server) -
     assert answer["content"] == tiny.generate("The capital of France is", 8, temperature=0)["text"]
     assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 8)
     timings = answer["timings"]
-    assert set(answer) == FIELDS
+    assert set(answer) == FIELDS and all(isinstance(value, int | float) for value in timings.values())
     assert timings["predicted_n"] == 8 and answer["tokens"] == []
     assert (
         answer["prompt"] == "The capital of France is" and answer["generation_settings"]["temperature"] == 0
@@ -126,7 +127,10 @@ def test_the_command_line_says_what_a_request_leaves_out(llama: Server) -> None:
     assert (settings["temperature"], settings["seed"]) == (0, 3)
     assert completion(llama, "abc", 2)["tokens_predicted"] == 2
     props = llama.get("/props")
-    assert props["model_alias"] == "tiny-one" == llama.get("/v1/models")["data"][0]["id"]
+    (model,) = llama.get("/v1/models")["data"]
+    assert props["model_alias"] == "tiny-one" == model["id"]
+    assert (model["aliases"], model["tags"]) == (["tiny-one", "other"], ["small", "fast"])
+    assert llama.get("/v1/models/other")["root"] == "tiny-one"
     assert props["default_generation_settings"]["params"]["n_predict"] == 5
     assert props["default_generation_settings"]["n_ctx"] == 2048 and props["total_slots"] == 4
     assert props["model_path"].endswith(".gguf") and props["modalities"]["vision"] is False
@@ -144,6 +148,17 @@ def test_a_model_without_a_template_speaks_chatml(llama: Server) -> None:
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_chat_has_its_shape(llama: Server) -> None:
+    whole = llama.post("/chat/completions", CHAT).json()
+    assert whole["system_fingerprint"].startswith("b")
+    assert whole["__verbose"]["prompt"].startswith("<|im_start|>user"), "--verbose"
+    first, *_ = stream(llama, "/chat/completions", CHAT)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    first, *_ = stream(llama, "/v1/chat/completions", CHAT)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "__verbose" not in llama.post("/chat/completions", {**CHAT, "verbose": False}).json()
+
+
 def test_keys_and_origins(llama: Server) -> None:
     assert llama.client.get("/v1/health", headers={"Authorization": ""}).status_code == 200
     refused = llama.client.get("/props", headers={"Authorization": "Bearer wrong"})
@@ -155,6 +170,8 @@ def test_keys_and_origins(llama: Server) -> None:
 
 def test_its_metrics(llama: Server) -> None:
     completion(llama, "abcdef", 4)
+    started = llama.client.get("/metrics").headers["Process-Start-Time-Unix"]
+    assert 0 <= time.time() - int(started) < 3600
     found = llama.metrics()
     for name in ("prompt_tokens_total", "prompt_seconds_total", "tokens_predicted_total", "n_decode_total"):
         assert found[f"llamacpp:{name}"] > 0
@@ -172,7 +189,7 @@ def test_slots_are_saved_restored_and_erased(llama: Server) -> None:
     saved = llama.post(f"/slots/{slot}?action=save", {"filename": "one.bin"}).json()
     assert (saved["id_slot"], saved["filename"], saved["n_saved"]) == (slot, "one.bin", held["tokens"])
     assert saved["n_written"] > 0 and saved["timings"]["save_ms"] >= 0
-    erased = llama.post(f"/slots/{slot}?action=erase", {}).json()
+    erased = llama.client.post(f"/slots/{slot}?action=erase").json()
     assert erased == {"id_slot": slot, "n_erased": held["tokens"]}
     assert completion(llama, prompt, 1)["timings"]["cache_n"] == 0
     for number in range(4):

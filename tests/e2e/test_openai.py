@@ -169,6 +169,15 @@ def test_errors_are_the_sdks_own(
     assert refusal.value.param == param and refusal.value.code
 
 
+def test_every_answer_has_a_request_id(client: openai.OpenAI) -> None:
+    answers = [client.completions.create(model="m", prompt="x", max_tokens=1) for _ in range(2)]
+    ids = {answer._request_id for answer in answers}
+    assert len(ids) == 2 and all(each is not None and each.startswith("req_") for each in ids)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="m", prompt="x", max_tokens=-5)
+    assert refused.value.request_id not in {None, *ids}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
 def test_a_forced_tool_call_fits_its_schema(client: openai.OpenAI, choice: Any) -> None:
     asked: dict[str, Any] = {

@@ -54,7 +54,7 @@ def keyed(keyed_server: Keyed) -> Iterator[Keyed]:
     unharmed(keyed_server.server)
 
 
-PRIVATE = ("/v1/models", "/model/info", "/ready", "/props", "/docs", "/openapi.json", "/generate", "/nothing")
+PRIVATE = ("/v1/models", "/model/info", "/props", "/docs", "/openapi.json", "/generate", "/nothing")
 OPERATORS = ("/metrics", "/slots", "/debug/kv", "/debug/requests", "/debug/nothing", "/admin/reload")
 
 
@@ -77,13 +77,14 @@ def test_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
     for path, methods in routes.items():
         for method in {*methods, "options", "head"}:
             answer = keyed.client.request(method, keyed.server.url + path)
-            assert answer.status_code == (401 if path != "/health" else answer.status_code), (method, path)
+            expected = answer.status_code if path in ("/health", "/ready") else 401
+            assert answer.status_code == expected, (method, path)
 
 
 @pytest.mark.failure_mode("wrong-key")
-def test_health_needs_no_key(keyed: Keyed) -> None:
-    assert keyed.get("/health", None).status_code == 200
-    for path in ("/health/", "/health/x", "//health", "/Health"):
+def test_health_and_ready_need_no_key(keyed: Keyed) -> None:
+    assert keyed.get("/health", None).status_code == keyed.get("/ready", None).status_code == 200
+    for path in ("/health/", "/ready/", "/health/x", "//health", "/Health"):
         assert keyed.get(path, None).status_code == 401
 
 
@@ -237,10 +238,16 @@ def test_a_foreign_origin_gets_no_cors_headers(tiny: Server) -> None:
 @pytest.mark.failure_mode("foreign-host")
 def test_a_foreign_page_cannot_post_without_asking(tiny: Server) -> None:
     """Of these types no browser asks first, so none of them may be read as JSON."""
+    body = json.dumps(OK).encode()
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
-        headers = {"origin": "https://evil.example", **kind}
-        answer = tiny.client.post("/generate", content=json.dumps(OK).encode(), headers=headers)
-        assert answer.status_code in (400, 415)
+        for page in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            answer = tiny.client.post("/generate", content=body, headers={**page, **kind})
+            assert "application/json" in refusal(answer, 415 if kind else 400)
+
+
+@pytest.mark.failure_mode("foreign-host")
+def test_a_body_without_a_type_is_read_where_no_page_sends_it(tiny: Server) -> None:
+    assert tiny.client.post("/generate", content=json.dumps(OK).encode()).status_code == 200
 
 
 @pytest.mark.failure_mode("foreign-host")

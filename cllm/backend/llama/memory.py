@@ -268,6 +268,11 @@ class MemoryFit:
         return (host._replace(shared=shared), *devices)
 
     @property
+    def by_device(self) -> dict[str, int]:
+        """All bytes that the model takes at its largest, by device: the one figure that is shown."""
+        return {HOST: self.total, **{place.name: place.needed for place in self.places[1:] if place.needed}}
+
+    @property
     def fits(self) -> bool:
         """True if the needed part fits, on each device; the rest uses what is left."""
         return all(place.fits for place in self.places)
@@ -380,7 +385,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     if asked_layers(config) and not devices:
         log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
     placed = f"{fit.placement.describe()}: " if devices else ""
-    log.info("context: %s; memory: %s%s", fit.describe_context(), placed, fit.describe())
+    log.info("context: %s; memory at the start: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
     target, limit = config.target_itl_ms, config.max_itl_ms
     log.info("inter-token target: %d ms, at most %d where it would cost over 3 %% of speed", target, limit)

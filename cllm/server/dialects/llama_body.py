@@ -10,8 +10,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from cllm.chat.conversation import Conversation
-from cllm.server.body import NO_NUL, Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody
+from cllm.server.body import Body, ModelName, TokenId, about
+from cllm.server.dialects.openai.bodies import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    STOP,
+    ChatBody,
+    Stops,
+    refuse_multimodal,
+)
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
 from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
@@ -19,13 +26,18 @@ from cllm.text.prompt import Gap, Snippet
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 MAX_PROBS = 20
-Stop = Annotated[str, Meta(max_length=256, pattern=NO_NUL)]
 
 
 class PromptObject(msgspec.Struct, Body, kw_only=True):
     """A prompt in an object, as it comes beside images; without them it is its text."""
 
     prompt_string: Annotated[str, about("The text", "1+1=")]
+    multimodal_data: Annotated[
+        list[Any] | None, about("Images and sounds; refused: the model accepts text only", None)
+    ] = None
+
+    def __post_init__(self) -> None:
+        refuse_multimodal(self.multimodal_data)
 
     @property
     def text(self) -> str:
@@ -79,10 +91,7 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
         about("Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit, 0: none", ge=-1),
     ] = -1
     n_cmpl: Annotated[int, about("Answers to each prompt", ge=1, le=MAX_CHOICES)] = 1
-    stop: Annotated[
-        Stop | Annotated[tuple[Stop, ...], Meta(max_length=16)],
-        about("Texts that end the answer and are not part of it; an empty one is none", ["\n\n"]),
-    ] = ()
+    stop: Annotated[Stops | None, about(STOP, ["\n\n"])] = None
     n_probs: Annotated[
         int, about("Log-probabilities of this many most likely tokens; 0: none", ge=0, le=MAX_PROBS)
     ] = 0
@@ -115,8 +124,6 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
                     value[spelling] = min(max(number, low), high)
         if value.get("grammar") and value.get("json_schema") is not None:
             del value["json_schema"]
-        elif value.get("grammar") == "":
-            del value["grammar"]
         return value
 
     def __post_init__(self) -> None:
@@ -128,10 +135,6 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
     @property
     def prompts(self) -> list[list[str | int]]:
         return split_inputs(self.prompt)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
     @property
     def biases(self) -> dict[str, float]:
@@ -216,6 +219,8 @@ class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
 class SlotBody(msgspec.Struct, Body, kw_only=True):
     """`POST /slots/{id}`."""
 
+    OPTIONAL = True
+
     model: ModelName = None
     filename: Annotated[str, about("Name of the saved slot; `erase` needs none", "slot.bin")] = ""
 
@@ -267,6 +272,7 @@ class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     tokens_cached: int
+    cached_from: str  # the tier of the KV cache: device, ram or disk
 
 
 def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
@@ -328,6 +334,7 @@ COMPLETION_EXAMPLE = LlamaCompletion(
     tokens_predicted=3,
     tokens_evaluated=4,
     tokens_cached=6,
+    cached_from="",
     generation_settings=make_settings(Request(id="", max_tokens=3)),
     prompt="1+1=",
     has_new_line=True,

@@ -138,6 +138,7 @@ def make_completion(
         tokens_predicted=usage.completion_tokens,
         tokens_evaluated=usage.prompt_tokens,
         tokens_cached=usage.cells or usage.prompt_tokens,
+        cached_from=usage.cached_from,
         generation_settings=shapes.make_settings(request),
         prompt=prompt,
         has_new_line="\n" in text,
@@ -305,7 +306,7 @@ async def complete(
         body,
         request_id=uuid.uuid4().hex,
         max_tokens=None if body.n_predict < 0 else body.n_predict,
-        stop=body.stops,
+        stop=body.stop,
         logprobs=probed if body.n_probs else None,
     )
     request, prompts = await submit.prepare(engine, request, inputs, body.biases)

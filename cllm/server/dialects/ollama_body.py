@@ -524,8 +524,9 @@ def make_running(info: ModelInfo, created: int, status: ModelStatus) -> RunningM
     """A loaded model, with the time when it is unloaded."""
     expires = status.expires_at or (datetime.now(UTC) + NEVER).timestamp()
     gpus = sum(size for device, size in status.memory_bytes.items() if device != "host")
+    memory = sum(status.memory_bytes.values())  # in a cluster it is not known
     return RunningModel(
-        **make_entry(info, created),
+        **{**make_entry(info, created), "size": memory or info.size_bytes},
         expires_at=format_time(expires),
         size_vram=gpus,
         context_length=status.context,

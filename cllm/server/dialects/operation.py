@@ -193,6 +193,7 @@ class RequestsResponse(msgspec.Struct, frozen=True):
 
 
 INSPECT_LIMIT_S = 10.0
+_STARTED_AT = int(time.time())
 _METRICS = (
     "# HELP cllm_requests_running Requests being computed\n"
     "# TYPE cllm_requests_running gauge\n"
@@ -260,7 +261,8 @@ async def ready(http: HttpRequest) -> HealthResponse | Response:
 async def metrics(http: HttpRequest) -> Response:
     """Metrics in Prometheus' text format."""
     metrics = get_registry(http).render_metrics()
-    return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+    headers = {"Process-Start-Time-Unix": str(_STARTED_AT)}  # as llama-server has it
+    return Response(metrics, headers=headers, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def inspect(engine: EngineClient) -> Snapshot:

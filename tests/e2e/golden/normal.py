@@ -117,7 +117,7 @@ def plain(value: Any, names: dict[str, str] | None = None, *, key: str = "", loo
     names = {} if names is None else names
     if isinstance(value, int | float) and (loose or key in _NUMBERS) and not isinstance(value, bool):
         return type(value)(0)
-    if key in ("cached_from", "retry-after"):
+    if key in ("cached_from", "retry-after", "process-start-time-unix"):
         return ""
     if isinstance(value, dict):
         value = {key: item for key, item in value.items() if not key.startswith("draft_n")}

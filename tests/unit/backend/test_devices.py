@@ -34,7 +34,8 @@ def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: 
 def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is asked, and answers."""
     monkeypatch.setenv("CLLM_LIBRARY", str(library.find()))
-    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))  # without modules
+    for name in ("CLLM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))  # without modules
     assert may_use_gpu() or library.run_apart("cllm.backend.llama.placement", b"", 60) == b"[]\n"
 
 

@@ -28,7 +28,8 @@ def add_package(folder: Path, **info: Any) -> Path:
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine without a library; the folder is searched for packages."""
     monkeypatch.delenv("CLLM_LIBRARY", raising=False)
-    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("CLLM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 

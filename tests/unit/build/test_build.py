@@ -19,7 +19,8 @@ GCC = Compiler(("gcc",), ("g++",), "gcc 12.2.0")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    for name in ("CLLM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
     return tmp_path
 
 
@@ -50,6 +51,21 @@ def test_the_newest_suitable_build_is_taken(cache: Path) -> None:
     (cache / "native" / f"{toolchain.BINDINGS_VERSION}-broken").mkdir()
     (cache / "native" / f"{toolchain.BINDINGS_VERSION}-broken" / "build.json").write_text("{")
     assert build.find_built() == newest
+
+
+def test_builds_of_the_users_cache_are_found_beside_another_cache_folder(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`CLLM_CACHE_DIR` is where everything is written; it hides no library that is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "users"))
+    sampling = build.sampling_path()
+    assert sampling.parent == cache / "native" and build.find_built() is None
+    users = finished(cache / "users" / "cllm", "users")
+    (users.parent / sampling.name).touch()
+    assert build.find_built() == users and build.sampling_path() == users.parent / sampling.name
+    own = finished(cache, "own", age_s=100)
+    assert build.find_built() == own, "the first folder's comes first"
+    assert toolchain.cache_directory() == cache
 
 
 def test_a_work_folder_that_was_copied_is_not_trusted(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDAARCHS", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
+    for name in ("CLLM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(module, "NVCC_FOLDER", str(tmp_path / "usual"))
 
 

@@ -12,13 +12,16 @@ from typer.testing import CliRunner
 
 from cllm.cli import main, serve
 from cllm.cli.llama_server import FLAGS, Translation
-from cllm.config import DEFAULT_CACHE_DISK_MB, Config
+from cllm.config import DEFAULT_CACHE_DISK_MB, MIN_BATCH_TOKENS, Config
 from cllm.errors import ConfigError
 from cllm.server.app import read_defaults
 
 URL = "https://huggingface.co/a/b/resolve/main/c.gguf"
 ENGINE: dict[str, dict[str, Any]] = {
-    "-m FILE -a one,two --offline": {"model": "FILE", "alias": "one", "offline": True},
+    "-m FILE -a one,two --offline": {"model": "FILE", "alias": "one,two", "offline": True},
+    "-a one --tags small,fast": {"alias": "one", "tags": "small,fast"},
+    "-b 16": {"batch_tokens": MIN_BATCH_TOKENS},
+    "-ub 8": {"batch_tokens": MIN_BATCH_TOKENS},
     "-hf user/repo:Q4_K_M -t 3 --poll 7": {"model": "hf:user/repo:Q4_K_M", "threads": 3, "poll": 7},
     f"-mu {URL} -t -1 -np -1": {"model": URL, "threads": 0, "parallel": 0},
     "--model FILE -np 3": {"model": "FILE", "parallel": 3},
@@ -50,6 +53,9 @@ SERVER: dict[str, dict[str, Any]] = {
 REQUESTS: dict[str, Any] = {
     "-n 7": {"max_tokens": 7, "max_output_tokens": 7},
     "-n -1": {},
+    "-v": {"verbose": True},
+    "-lv 9": {},
+    "-lv 10": {"verbose": True},
     "--seed 3": {"seed": 3},
     "--temp 0.5": {"temperature": 0.5},
     "--dynatemp-range 0.1 --dynatemp-exp 2": {"dynatemp_range": 0.1, "dynatemp_exponent": 2},
@@ -119,6 +125,21 @@ def test_every_argument_that_has_a_meaning_is_tested() -> None:
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
     elsewhere = {"!key_file", "!save_path", "&grammar_file", "&schema_file", "+ctx_size"}
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
+
+
+@pytest.mark.parametrize(
+    ("given", "template"),
+    [
+        ("llama3", "llama3"),
+        ("no_such_name", "no_such_name"),  # `cllm serve` refuses it with the list
+        ("This is no chat template", "text:This is no chat template"),
+        ("{{ messages }}", "text:{{ messages }}"),
+        ("/etc/hosts", "text:/etc/hosts"),  # a file has a flag of its own
+    ],
+)
+def test_a_chat_template_is_a_name_or_text(given: str, template: str) -> None:
+    found = Translation.of(["--chat-template", given], {})
+    assert found.settings["chat_template"] == template
 
 
 def test_its_own_defaults(served: list[Config]) -> None:

@@ -72,6 +72,12 @@ def test_arguments(served: Served, tmp_path: Path) -> None:
         assert is_several(models, config) == (count == 2), "a folder of several models"
 
 
+def test_the_first_alias_is_the_name_and_the_others_are_more(served: Served) -> None:
+    (model,), _ = ask(served, "--alias", "one, two,three", "--tags", "small,fast")
+    assert (model.engine.alias, model.aliases) == ("one", ("two", "three"))
+    assert model.engine.tags == "small,fast"
+
+
 def test_sections(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(FILE)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from cllm.cli import terminal
-from cllm.cli.terminal import Screen, Wrap, is_whole, make_visible, render
+from cllm.cli.terminal import Screen, Wrap, is_whole, render
+from cllm.names import make_visible
 
 ANSWER = """# Title
 

@@ -137,3 +137,39 @@ def test_the_engine_stops_while_something_is_prepared() -> None:
     running.thread.join(LIMIT_S)
     assert not running.thread.is_alive()
     assert runner.open_samplers == 0
+
+
+class CountedRunner(FakeRunner):
+    """Builds a sampler with DRY for each permit that is given, and keeps the seeds in their order."""
+
+    def __init__(self) -> None:
+        super().__init__(sequences=16, cells=4096)
+        self.permits = threading.Semaphore(0)
+        self.built: list[int | None] = []
+
+    def create_sampler(self, params: SamplingParams) -> Sampler:
+        if params.dry_multiplier:
+            self.built.append(params.seed)
+            assert self.permits.acquire(timeout=LIMIT_S)
+        return super().create_sampler(params)
+
+
+def test_samplers_with_dry_are_built_in_turns_of_the_tenants() -> None:
+    runner = CountedRunner()
+    running = RunningCore(runner)
+    for seed in range(12):
+        sampling = SamplingParams(dry_multiplier=1 + seed, seed=seed)
+        running.submit(f"greedy-{seed}", tenant="greedy", sampling=sampling)
+    running.submit(
+        "penalty", tenant="other", sampling=SamplingParams(repetition_penalty=1.1, ignore_eos=True)
+    )
+    running.end_of("penalty")  # while all of the others wait
+    running.submit("dry", tenant="other", sampling=SamplingParams(dry_multiplier=0.5, seed=99))
+    running.submit("plain", tenant="other", sampling=SamplingParams(ignore_eos=True))
+    running.end_of("plain")  # so the engine has taken both
+    for _ in range(13):
+        runner.permits.release()
+    running.end_of("dry", *(f"greedy-{seed}" for seed in range(12)))
+    assert runner.built[:3] == [0, 99, 1], "one that was being built, then the other tenant's"
+    running.stop()
+    assert runner.open_samplers == 0

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,39 @@ class Line:
     def finish(self, one: RequestState, generated: int = 0) -> None:
         self.generate(one, generated, one.arrived)
         self.queue.close(one)
+
+
+# Waiting -------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_has_no_slot_for_waits(clock: Clock) -> None:
+    """A tenant that is alone fills more places of the engine than there are slots."""
+    line = Line(sequences=8)
+    positions = []
+    for _ in range(13):
+        state = line.ask("a", tokens=10)
+        line.feed()
+        positions.append(line.queue.position(state))
+    assert len(line.inside()) == 12, "one more waits in the queue"
+    assert positions == [0] * 8 + [1, 2, 3, 4, 5]
+    assert line.queue.without_slot == (5, 50) and line.queue.waiting == (1, 10)
+    (tenant,) = line.queue.tenants.accounts.values()
+    assert line.queue.tenants.count_surplus() == {tenant: 4}
+    first, *_, last = line.inside()
+    line.finish(first)
+    assert line.queue.without_slot == (4, 40) and line.queue.position(last) == 3
+    line.ask(embed=True)
+    line.feed()
+    assert line.queue.without_slot[0] == 4, "an embedding needs no slot"
+
+
+def test_slots_that_only_keep_prefixes_run_nothing(clock: Clock) -> None:
+    line = Line(sequences=8)
+    line.limits = msgspec.structs.replace(line.limits, parallel=2)
+    for _ in range(9):
+        line.ask("a")
+    line.feed()
+    assert len(line.inside()) == 4 and line.queue.without_slot[0] == 7
 
 
 # Bounds --------------------------------------------------------------------------------------------

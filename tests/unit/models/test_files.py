@@ -181,3 +181,11 @@ def test_a_reference_is_written_as_it_is_read() -> None:
 def test_the_host_of_a_mirror_is_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
     assert parse_hub(f"https://hub.example/U/R/blob/main/{FILE}") == HubReference("hf", "U/R", FILE)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (1023, "1,023 B"), (1815 << 20, "1.77 GiB"), (99 << 20, "99 MiB"), (512 << 20, "512 MiB")],
+)
+def test_memory_is_shown_in_powers_of_1024(size: int, shown: str) -> None:
+    assert files.format_memory(size) == shown

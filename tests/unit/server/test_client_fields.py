@@ -155,6 +155,56 @@ def test_which_tools_may_be_called(choice: Any, names: list[str], forced: bool) 
     assert conversation.forced is forced
 
 
+@GENERATING
+def test_an_empty_grammar_or_stop_is_none(kind: type[GenerationBody]) -> None:
+    found = make(kind, grammar="", stop="")
+    assert found.constraint() is None and not getattr(found, "stop", None)
+    assert not getattr(make(kind, stop=["", ""]), "stop", None)
+
+
+@pytest.mark.parametrize("form", [{"json_schema": {"schema": SCHEMA}}, {"schema": SCHEMA}])
+def test_both_places_of_a_schema_in_response_format(form: dict[str, Any]) -> None:
+    found = chat(response_format={"type": "json_schema", **form}).constraint()
+    assert found is not None and (found.kind, json.loads(found.source)) == (
+        ConstraintKind.JSON_SCHEMA,
+        SCHEMA,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param", "words"),
+    [
+        (ChatBody, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (ChatBody, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        (ChatBody, {"continue_final_message": True}, "continue_final_message", "not the assistant's"),
+        (
+            ChatBody,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "beside add_generation_prompt",
+        ),
+        (ChatBody, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            ChatBody,
+            {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
+            "tools",
+            r"tools\[0\]: a tool of type 'custom' is not supported here",
+        ),
+        (ChatBody, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
+        (ChatBody, {"grammar": "a", "regex": "b"}, "regex", "grammar and regex: give only one"),
+        (CompletionBody, {"best_of": 1, "n": 2}, "best_of", "at least n"),
+        (CompletionBody, {"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        (CompletionBody, {"prompt": ["a"] * 9, "n": 64}, "prompt", "at most 256"),
+    ],
+)
+def test_a_refusal_of_combined_fields_names_one(
+    kind: type[GenerationBody], fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        make(kind, **fields).constraint()
+    assert refused.value.field == param and "JSON object" not in refused.value.message
+
+
 def test_nulls_within_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": None}).include_usage is False
     assert chat(tools=[{"type": "function", "function": {"name": "a", "parameters": None}}]).tools

@@ -29,10 +29,15 @@ class App:
         self.may = asyncio.Event()
         self.asked = asyncio.Event()
         self.left = asyncio.Event()
+        self.received: list[bytes] = []  # the body of each request
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
+        self.received.append(b"")
+        more = True
+        while more:
+            message = await receive()
+            self.received[-1] += message.get("body", b"")
+            more = message.get("more_body", False)
         self.asked.set()
         if scope["path"].startswith("/slow"):
             watcher = asyncio.ensure_future(self._watch(receive))
@@ -264,5 +269,41 @@ def test_head_is_get_without_the_body() -> None:
         answer = await (await connect()).ask(b"HEAD /x HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n")
         head, body = answer.split(b"\r\n\r\n", 1)
         assert body == b"" and b"content-length: %d" % len(b'["GET", "/x"]') in head
+
+    run(scenario)
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAA\r\n"
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one packet", "byte by byte"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
+def test_an_upgrade_that_is_not_taken_is_ignored(split: bool, chunked: bool) -> None:
+    """Java's HttpClient and `curl --http2` offer one with each request without TLS."""
+
+    async def scenario(app: App, connect: Connect) -> None:
+        peer = await connect()
+        sized = b'Content-Length: 7\r\n\r\n{"a":1}'
+        pieces = b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n4\r\n":1}\r\n0\r\n\r\n'
+        request = POST + OFFER + (pieces if chunked else sized)
+        for number in (1, 2):  # the connection lives on
+            for part in [bytes([each]) for each in request] if split else [request]:
+                peer.writer.write(part)
+                if split:
+                    await peer.writer.drain()
+            head = await peer.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in head
+            assert await peer.reader.readexactly(len(b'["POST", "/"]')) == b'["POST", "/"]'
+            assert app.received == [b'{"a":1}'] * number
+
+    run(scenario)
+
+
+def test_pipelined_requests_may_all_offer_an_upgrade() -> None:
+    async def scenario(app: App, connect: Connect) -> None:
+        request = b"GET /x HTTP/1.1\r\n" + HOST + OFFER + b"\r\n"
+        last = b"GET /y HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
+        answer = await (await connect()).ask(request * 9 + last)
+        assert answer.count(b"HTTP/1.1 200 ") == 10 and answer.endswith(b'["GET", "/y"]')
 
     run(scenario)

@@ -52,10 +52,23 @@ def test_what_is_no_prompt(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "stops"), [("x", ("x",)), ("", ()), ([""], ()), (["a", "", "b"], ("a", "b")), (None, ())]
+    ("given", "stop"), [("x", "x"), ("", None), ([""], ()), (["a", "", "b"], ("a", "b")), (None, None)]
 )
-def test_forms_of_stop(stop: Any, stops: tuple[str, ...]) -> None:
-    assert body(stop=stop).stops == stops
+def test_forms_of_stop(given: Any, stop: Any) -> None:
+    assert body(stop=given).stop == stop
+
+
+def test_media_beside_a_prompt_are_refused() -> None:
+    """llama-server's form. Dropping them would answer another question."""
+    given = {"prompt_string": "What is <__media__>?", "multimodal_data": ["aGVsbG8="]}
+    for prompt in (given, [given]):
+        with pytest.raises(InvalidRequest, match=r"multimodal_data is not supported.*text only") as refused:
+            body(prompt=prompt)
+        assert refused.value.field == "prompt"
+    with pytest.raises(InvalidRequest, match="multimodal_data") as refused:
+        LlamaEmbeddingBody.parse({"content": given})
+    assert refused.value.field == "content"
+    assert body(prompt={"prompt_string": "1+1=", "multimodal_data": []}).prompts == [["1+1="]]
 
 
 def test_numbers_out_of_bounds_are_the_nearest_within() -> None:

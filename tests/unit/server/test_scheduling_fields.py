@@ -195,6 +195,6 @@ def test_queue_position_is_told_and_a_full_queue_refuses() -> None:
         for path, refused in ROUTES[:4]:
             answer = await client.post(path, json=refused)
             assert answer.status_code == 429 and "2 requests are waiting" in answer.text
-        assert [(await each).headers["x-queue-position"] for each in (*running, *waiting)] == list("00012")
+        assert [(await each).headers["x-queue-position"] for each in (*running, *waiting)] == list("01234")
 
     with_server(asked, sequences=1, step_s=0.01)

@@ -171,6 +171,11 @@ def test_all_texts_are_there_and_the_opening_can_be_left_out(name: str) -> None:
     assert all(text in whole for text in ("S", "U1", "A", "U2")) and whole.startswith(closed)
 
 
+def test_text_may_be_a_template_without_jinja() -> None:
+    assert read_template("text:This is no chat template.") == "This is no chat template."
+    assert read_template("text:{{ messages }}") == read_template("{{ messages }}") == "{{ messages }}"
+
+
 def test_another_name_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"rwkv-world: .*chatml.*llama3"):
         read_template("rwkv-world")

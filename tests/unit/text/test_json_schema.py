@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -19,6 +20,7 @@ from cllm.testing import FakeVocabulary
 from cllm.text import json_schema
 from cllm.text.json_schema import (
     MAX_REFERENCES,
+    check_end,
     close_objects,
     close_schemas,
     find_combined,
@@ -307,3 +309,55 @@ def test_texts_as_an_expression(schema: Any, good: str, bad: str | None) -> None
     )
     assert takes(spec, f"{good}<end>")
     assert bad is None or not takes(spec, f"{bad}<end>")
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"allOf": [{"$ref": "#"}]},
+        {"anyOf": [{"$ref": "#/$defs/node"}, {"$ref": "#"}], "$defs": {"node": NODE}},
+    ],
+)
+def test_a_schema_that_requires_itself_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="only endless values match it: a schema requires itself"):
+        COMPILER.check(ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {
+            "type": "object",
+            "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+            "required": ["a"],
+        },
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}},
+        {"$ref": "#/$defs/node", "$defs": {"node": {**NODE, "required": []}}},
+    ],
+)
+def test_a_recursive_schema_that_may_end_is_taken(schema: dict[str, Any]) -> None:
+    COMPILER.check(ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def test_the_search_for_endless_values_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass over a chain written backwards finds one more reference that ends."""
+    wide: dict[str, Any] = {f"p{number}": {"type": "null"} for number in range(100)}
+    links = {}
+    for number in range(400):
+        properties = {**wide, "next": {"$ref": f"#/$defs/{number + 1}"}}
+        links[str(number)] = {"type": "object", "properties": properties, "required": [*properties]}
+    looks = Mock(side_effect=json_schema.get_values)
+    monkeypatch.setattr(json_schema, "get_values", looks)
+    check_end({"$defs": {**links, "400": {"type": "null"}}, "$ref": "#/$defs/0"}, "json_schema")
+    assert json_schema.MAX_VISITS / 2 < looks.call_count <= json_schema.MAX_VISITS

@@ -15,6 +15,7 @@ class OpenAIDialect(Dialect):
     about = "For OpenAI's SDKs and compatible clients."
     prefix = "/v1/"
     types = {429: "rate_limit_error"}
+    id_header = "x-request-id"
 
     def make_error(self, error: CllmError) -> Any:
         kind = self.get_type(get_status(error))

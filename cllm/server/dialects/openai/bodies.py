@@ -69,6 +69,7 @@ Effort = Annotated[
     about("A variable for the chat template; `none` switches reasoning off", "low"),
 ]
 Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
+STOP = "Texts that end the answer and are not part of it; an empty one is none"
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -103,6 +104,12 @@ def check_given(body: Body, *names: str) -> None:
         raise ValueError(f"{missing[0]!r} is missing")
 
 
+def refuse_multimodal(data: object) -> None:
+    """Raise ValueError for images and sounds beside a prompt, as llama-server takes them."""
+    if data:
+        raise ValueError("multimodal_data is not supported: this model accepts text only")
+
+
 class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     """Fields that all of OpenAI's routes that generate share."""
 
@@ -110,7 +117,7 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
 
     model: ModelName = None
     user: Annotated[Name | None, about("Ignored", "ann")] = None
-    stop: Annotated[Stops | None, about("Texts that end the answer and are not part of it", ["\n\n"])] = None
+    stop: Annotated[Stops | None, about(STOP, ["\n\n"])] = None
 
 
 class SchemaFormat(msgspec.Struct, Body, kw_only=True):
@@ -132,11 +139,13 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
         SchemaFormat | None,
         about("The schema; required by the type `json_schema`", {"name": "answer", "schema": SCHEMA}),
     ] = None
-    schema: Annotated[dict[str, Any] | None, about("The schema of a `json_object`", SCHEMA)] = None
+    schema: Annotated[dict[str, Any] | None, about("The schema, as llama-server takes it", SCHEMA)] = None
 
     def __post_init__(self) -> None:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError(f"json_schema goes with the type json_schema, not with {self.type}")
+        if self.type == "json_schema" and self.json_schema is None and self.schema is None:
+            raise ValueError("json_schema is missing: the type json_schema needs it")
 
 
 class StreamOptionsBody(msgspec.Struct, Body, kw_only=True):
@@ -370,6 +379,15 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_kind(value.get("tool_choice"), "function", "allowed_tools")
+        if value.get("add_generation_prompt") is True and value.get("continue_final_message"):
+            raise ValueError("continue_final_message: it cannot be true beside add_generation_prompt")
+        tools = value.get("tools")
+        for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+            if isinstance(tool, dict) and tool.get("type") == "custom":
+                raise ValueError(
+                    "a tool of type 'custom' is not supported here: declare a function, or use "
+                    f"/v1/responses - at `$.tools[{index}]`"
+                )
         return take_tools(super().prepare(value), "function", default="function")
 
     def __post_init__(self) -> None:
@@ -377,7 +395,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it needs logprobs to be true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs cannot be streamed: leave out one of the two")
+            raise ValueError("prompt_logprobs: they cannot be streamed; leave out one of the two")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message: the last message is not the assistant's")
         self._choice.check([function.name for function in self._functions])

@@ -129,7 +129,7 @@ class ChunkDelta(msgspec.Struct, omit_defaults=True):
     """More of one choice."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallResult] | UnsetType = UNSET
     function_call: CalledFunctionResult | UnsetType = UNSET
@@ -200,8 +200,9 @@ class ChatCompletionRenderer:
     async def chunks(self, session: ChatSession, dialect: Dialect) -> AsyncIterator[bytes]:
         """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
         n, timed, include_usage = len(session.streams), self._body.timings_per_token, self._body.include_usage
+        no_content = None if dialect is llama_server else ""
         for index in range(n):
-            yield self._encode(ChunkChoice(index, ChunkDelta(role="assistant", content="")))
+            yield self._encode(ChunkChoice(index, ChunkDelta(role="assistant", content=no_content)))
         usages = []
         async for step in session.steps():
             index, changes, output = step

@@ -70,9 +70,9 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
         if isinstance(self.prompt, list) and len({type(each) for each in self.prompt}) > 1:
             raise ValueError("prompt: must be a text, texts, token ids, or lists of token ids, not a mixture")
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of must be at least n ({self.n})")
+            raise ValueError(f"best_of: must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of above n cannot be streamed: the best answers are known only at the end")
+            raise ValueError("best_of: above n it cannot be streamed; the best are known only at the end")
         if (self.best_of or self.n) * len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"prompt: n (or best_of) times prompts must be at most {MAX_PROMPTS}")
 

@@ -12,6 +12,7 @@ from cllm.errors import EngineNotReady
 from cllm.frontend.served_model import ServedModel
 from cllm.models.files import parse_file_type
 from cllm.server.dialects.openai import openai
+from cllm.server.middleware import split_list
 from cllm.server.submit import find_model, get_registry
 from cllm.types import Limits, ModelInfo, Pooling
 
@@ -108,6 +109,7 @@ def make_model(
     name: str = "",
     *,
     aliases: tuple[str, ...] = (),
+    tags: tuple[str, ...] = (),
     loaded: bool = True,
 ) -> Model:
     """A model that is served, under the `name` it was asked for by. Without limits it was never loaded."""
@@ -123,6 +125,7 @@ def make_model(
         capabilities=list(_list_capabilities(info)),
         loaded=loaded,
         aliases=(info.name, *aliases),
+        tags=tags,
         meta=ModelMeta(
             info.vocabulary_size,
             context,
@@ -165,5 +168,5 @@ def describe_model(model: ServedModel, name: str = "") -> Model:
     """A model, under the `name` it was asked for by. What is not known before a load is the header's."""
     if model.info is None:
         raise EngineNotReady("the model is still loading")
-    aliases = model.config.aliases
-    return make_model(model.info, model.limits, model.created, name, aliases=aliases, loaded=model.loaded)
+    names = {"aliases": model.config.aliases, "tags": tuple(split_list(model.config.engine.tags))}
+    return make_model(model.info, model.limits, model.created, name, **names, loaded=model.loaded)
