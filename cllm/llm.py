@@ -190,7 +190,7 @@ def _make_request(
 
 
 def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
-    found = (texts,) if isinstance(texts, str | None) else tuple(texts)
+    found = tuple(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,)
     if not all(isinstance(text, str) for text in found):
         hint = "; `chat` takes messages" if isinstance(found[0], Mapping) else ""
         raise InvalidRequest(f"{field}: expected a text or a sequence of texts{hint}", field)

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from cllm.cli.client import Url
 from cllm.cli.conversation import Dialog, Transcript, open_source
-from cllm.cli.terminal import Screen
+from cllm.cli.terminal import Screen, Wrap
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
 from cllm.logs import configure_logging
@@ -71,7 +71,7 @@ def chat_command(
 
 def _report(text: str) -> None:
     if sys.stderr.isatty():
-        typer.echo(text, err=True)
+        typer.echo(Wrap().add(text, end=True), err=True)
 
 
 def _read_input() -> str:

@@ -475,7 +475,7 @@ def test_unknown_options_are_refused_with_the_one_that_was_meant() -> None:
 
 def test_texts_that_are_none_are_refused() -> None:
     with make_llm(LLM, make_fake) as llm:
-        for prompts in ([b"x"], [1, 2], None):
+        for prompts in ([b"x"], [1, 2], None, 5, b"x"):
             with pytest.raises(InvalidRequest, match=r"prompts: expected a text or a sequence of texts$"):
                 llm.generate(prompts)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="`chat` takes messages"):
