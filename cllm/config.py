@@ -115,12 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _rare("Token limit of an embedding input or rerank prompt. 0: of a request; encoders 4096.", 0)
     ] = 0
     batch_tokens: Annotated[
-        int,
-        _option(
-            "Token limit of one step and prefill chunk. On GPUs alone 512 becomes 2048.",
-            MIN_BATCH_TOKENS,
-            65536,
-        ),
+        int, _option("Token limit of a step and chunk; 512 becomes 2048 on GPUs.", MIN_BATCH_TOKENS, 65536)
     ] = 512
     target_itl_ms: Annotated[
         int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)

@@ -34,7 +34,7 @@ class FairThread:
     """One thread whose tasks are fair between tenants: a line for each tenant, and the tenants take turns."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+        self.executor = executor
         self._lock = threading.Lock()
         self._lines: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of turns
         self._served = ""  # the tenant whose turn was the last one
@@ -44,7 +44,7 @@ class FairThread:
         future: Future[Made] = Future()
         with self._lock:
             self._lines.setdefault(tenant, deque()).append((future, task))
-        self._executor.submit(self._run_next)
+        self.executor.submit(self._run_next)
         return future
 
     def _run_next(self) -> None:
@@ -59,10 +59,6 @@ class FairThread:
                 future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
-
-    def shutdown(self) -> None:
-        """Wait for the task under way; those that wait are dropped."""
-        self._executor.shutdown(cancel_futures=True)
 
 
 class Preparation:
@@ -115,7 +111,7 @@ class Preparation:
     def close(self) -> None:
         """Wait for what is under way; nothing native is used afterwards."""
         for thread in self._threads:
-            thread.shutdown()
+            thread.executor.shutdown(cancel_futures=True)
         self.close_unused()
 
     def _watched(self, future: Future[Made]) -> Future[Made]:

@@ -196,9 +196,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _make_plain_head(self) -> bytes:
         """The head of the parsed request without its upgrade."""
-        first = b" ".join(
-            (self.parser.get_method(), self.url, b"HTTP/%b" % self.parser.get_http_version().encode())
-        )
+        version = self.parser.get_http_version().encode()
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
         fields = [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
         return b"\r\n".join((first, *fields, b"", b""))
 

@@ -189,7 +189,7 @@ class LiveFeed:
     def _make_state(self) -> dict[str, Any]:
         """Totals as `/metrics` has them, in the order of the columns; tenants, and memory by part."""
         metrics = self._metrics
-        surplus = metrics.tenants.count_surplus()
+        late = metrics.tenants.count_surplus()
         tenants = sorted(metrics.tenants.accounts.values(), key=lambda each: each.tokens, reverse=True)[
             :MAX_TENANTS
         ]
@@ -199,9 +199,8 @@ class LiveFeed:
             "sources": metrics.read_labelled("cached_tokens"),
             "memory": {part: int(size) for part, size in metrics.read_labelled("memory_bytes").items()},
             "tenants": [
-                [each.name[:MAX_NAME], each.running - late, each.waiting + late, each.tokens]
+                [each.name[:MAX_NAME], each.running - late[each], each.waiting + late[each], each.tokens]
                 for each in tenants
-                for late in (surplus[each],)
             ],
         }
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import jsonschema
+import msgspec
 import numpy as np
 
 from cllm.backend.llama.gguf import GgufHeader
@@ -392,7 +393,7 @@ def read_reference(text: str) -> None:
 
 def _draw_answers(draw: Draw, kind: str) -> Iterator[httpx.Response]:
     if kind == "hf" and draw.number(4):
-        yield httpx.Response(200, json=_COMMIT)
+        yield httpx.Response(200, content=iter([msgspec.json.encode(_COMMIT)]))  # not read beforehand
     for _ in range(4):
         status, link = draw.pick(_STATUS), draw.pick(_LINKS)
         headers = {"Link": link} if link else {}
@@ -400,9 +401,9 @@ def _draw_answers(draw: Draw, kind: str) -> Iterator[httpx.Response]:
             headers["Location"] = draw.pick(("http://127.0.0.1/", "file:///x", "//[", ""))
         odd = draw.number(8) == 0
         content = draw.take(64) if odd else json.dumps(_draw_json(draw, 5, kind)).encode()
-        yield httpx.Response(status, content=content, headers=headers)
+        yield httpx.Response(status, content=iter([content]), headers=headers)
     while True:
-        yield httpx.Response(200, content=b"[" * 2000 if draw.number(8) == 1 else b"[]")
+        yield httpx.Response(200, content=iter([b"[" * 2000 if draw.number(8) == 1 else b"[]"]))
 
 
 def _draw_json(draw: Draw, depth: int, kind: str) -> Any:
