@@ -83,18 +83,18 @@ class MessageBuilder:
 
     def __init__(self, field: str, *, combine: bool = False) -> None:
         """`field` names the messages in errors."""
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # their texts in parts, joined once
         self.answered = False  # what is added now has been answered
         self._field = field
         self._combine = combine
 
     def add_text(self, role: str, text: str) -> None:
-        last = self.messages[-1] if self.messages else {}
+        last = self._messages[-1] if self._messages else {}
         reasoned = last.get("reasoning_content") and not last["content"] and "tool_calls" not in last
         if last.get("role") != role or not (self._combine or role == "system" or reasoned):
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text] if text else []})
         else:
-            last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
+            last["content"].append(text)
 
     def check_media(self, role: str, kind: str) -> None:
         """Raises InvalidRequest for a part that is no text in what the user asks now."""
@@ -103,8 +103,7 @@ class MessageBuilder:
 
     def add_reasoning(self, text: str) -> None:
         """The assistant's reasoning, before the text or the calls that it led to."""
-        message = self._assistant()
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        self._assistant().setdefault("reasoning_content", []).extend(filter(None, (text,)))
 
     def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
         """A call by the assistant; `arguments` is JSON text."""
@@ -113,7 +112,7 @@ class MessageBuilder:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_tool_result(self, call_id: str | None, text: str) -> None:
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def add_all(self, given: Sequence[Any]) -> None:
         """Add messages or items of an API, which have a `role` and `add_to`. Raises InvalidRequest."""
@@ -124,14 +123,21 @@ class MessageBuilder:
 
     def build(self) -> tuple[dict[str, Any], ...]:
         """The messages; raises InvalidRequest where there are none."""
-        if not self.messages:
+        if not self._messages:
             raise InvalidRequest(f"{self._field}: no content", self._field)
-        return tuple(self.messages)
+        joints = {"content": MESSAGE_JOINT, "reasoning_content": ""}
+        return tuple(
+            {
+                name: joints[name].join(filter(None, value)) if name in joints else value
+                for name, value in message.items()
+            }
+            for message in self._messages
+        )
 
     def _assistant(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        return self._messages[-1]
 
 
 def note_media(kind: str) -> str:

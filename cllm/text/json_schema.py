@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_NESTING, MAX_REFERENCES
 from cllm.text.chat_format import get_type
 from cllm.types import ConstraintKind, ConstraintSpec
 
@@ -18,9 +19,7 @@ _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 
-MAX_NESTING = 64  # of a schema, a grammar or a literal
 MAX_CHAIN = 8  # references that lead from one to the next
-MAX_REFERENCES = 512  # of the schemas of one request: native code follows them in depth
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 MAX_EXACT = 1 << 53  # beyond it llguidance writes another number, or overflows its stack

@@ -20,8 +20,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_LEXER_STATES, MAX_NESTING, MAX_RULES, MAX_SOURCE
 from cllm.text.detokenizer import count_possible
-from cllm.text.json_schema import MAX_NESTING, close_schemas, count_nesting, escape_regex, parse_schemas
+from cllm.text.json_schema import close_schemas, count_nesting, escape_regex, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -31,11 +32,8 @@ from cllm.types import (
     Vocabulary,
 )
 
-MAX_SOURCE = 256 << 10  # characters
-MAX_RULES = 512  # of a grammar
 STACK_BYTES = 256 << 20  # of native recursion; 64 MiB were not enough for sources within the limits
 MIN_COMPILED_BYTES = 32 << 10
-MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
 STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
 TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
 MAX_CHECKED = 1024  # grammars known to be valid

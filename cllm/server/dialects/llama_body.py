@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from cllm.chat.conversation import Conversation
+from cllm.limits import MAX_CHOICES, MAX_PROMPTS, MAX_STOPS, MAX_TEXT
 from cllm.server.body import NO_NUL, Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody
+from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
 from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
@@ -19,7 +20,7 @@ from cllm.text.prompt import Gap, Snippet
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 MAX_PROBS = 20
-Stop = Annotated[str, Meta(max_length=256, pattern=NO_NUL)]
+Stop = Annotated[str, Meta(max_length=MAX_TEXT, pattern=NO_NUL)]
 
 
 class PromptObject(msgspec.Struct, Body, kw_only=True):
@@ -80,7 +81,7 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
     ] = -1
     n_cmpl: Annotated[int, about("Answers to each prompt", ge=1, le=MAX_CHOICES)] = 1
     stop: Annotated[
-        Stop | Annotated[tuple[Stop, ...], Meta(max_length=16)],
+        Stop | Annotated[tuple[Stop, ...], Meta(max_length=MAX_STOPS)],
         about("Texts that end the answer and are not part of it; an empty one is none", ["\n\n"]),
     ] = ()
     stream: Annotated[bool, about("Send server-sent events")] = False
@@ -312,8 +313,9 @@ def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
 def select_fields(response: Any, paths: Iterable[str]) -> dict[str, Any]:
     """Only these fields of a response; `a/b` is the field b of a. What is not there is left out."""
     found: dict[str, Any] = {}
+    whole = msgspec.to_builtins(response)
     for path in paths:
-        value = msgspec.to_builtins(response)
+        value = whole
         for name in path.split("/"):
             if not isinstance(value, dict) or name not in value:
                 break

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_REFERENCES
 from cllm.testing import FakeVocabulary
 from cllm.text import json_schema
 from cllm.text.json_schema import (
-    MAX_REFERENCES,
     close_objects,
     close_schemas,
     find_combined,
