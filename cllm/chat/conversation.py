@@ -59,10 +59,11 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, names: Sequence[str]) -> None:
         """Raises ValueError if names of tools repeat, or if a tool that must be called is missing."""
-        if len(set(names)) < len(names):
+        known = set(names)
+        if len(known) < len(names):
             raise ValueError("tools: two tools have the same name")
         for name in self.names:
-            if name not in names:
+            if name not in known:
                 raise ValueError(f"tool_choice: {name!r} is not among the tools")
         if self.mode == "required" and not names:
             raise ValueError("tool_choice: required needs tools")
@@ -70,7 +71,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, tools: Sequence[Tool]) -> dict[str, Any]:
         """The fields of `Conversation` that follow from the choice."""
         allowed = [] if self.mode == "none" else tools
-        chosen = tuple(tool for tool in allowed if not self.names or tool.name in self.names)
+        named = set(self.names)
+        chosen = tuple(tool for tool in allowed if not named or tool.name in named)
         return {"tools": chosen, "forced": self.mode == "required", "parallel": self.parallel}
 
 
