@@ -59,10 +59,11 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, names: Sequence[str]) -> None:
         """Raises ValueError if names of tools repeat, or if a tool that must be called is missing."""
-        if len(set(names)) < len(names):
+        known = set(names)
+        if len(known) < len(names):
             raise ValueError("tools: two tools have the same name")
         for name in self.names:
-            if name not in names:
+            if name not in known:
                 raise ValueError(f"tool_choice: {name!r} is not among the tools")
         if self.mode == "required" and not names:
             raise ValueError("tool_choice: required needs tools")
@@ -70,7 +71,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, tools: Sequence[Tool]) -> dict[str, Any]:
         """The fields of `Conversation` that follow from the choice."""
         allowed = [] if self.mode == "none" else tools
-        chosen = tuple(tool for tool in allowed if not self.names or tool.name in self.names)
+        named = set(self.names)
+        chosen = tuple(tool for tool in allowed if not named or tool.name in named)
         return {"tools": chosen, "forced": self.mode == "required", "parallel": self.parallel}
 
 
@@ -83,18 +85,18 @@ class MessageBuilder:
 
     def __init__(self, field: str, *, combine: bool = False) -> None:
         """`field` names the messages in errors."""
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # their texts in parts, joined once
         self.answered = False  # what is added now has been answered
         self._field = field
         self._combine = combine
 
     def add_text(self, role: str, text: str) -> None:
-        last = self.messages[-1] if self.messages else {}
+        last = self._messages[-1] if self._messages else {}
         reasoned = last.get("reasoning_content") and not last["content"] and "tool_calls" not in last
         if last.get("role") != role or not (self._combine or role == "system" or reasoned):
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text] if text else []})
         else:
-            last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
+            last["content"].append(text)
 
     def check_media(self, role: str, kind: str) -> None:
         """Raises InvalidRequest for a part that is no text in what the user asks now."""
@@ -103,8 +105,7 @@ class MessageBuilder:
 
     def add_reasoning(self, text: str) -> None:
         """The assistant's reasoning, before the text or the calls that it led to."""
-        message = self._assistant()
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        self._assistant().setdefault("reasoning_content", []).extend(filter(None, (text,)))
 
     def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
         """A call by the assistant; `arguments` is JSON text."""
@@ -113,7 +114,7 @@ class MessageBuilder:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_tool_result(self, call_id: str | None, text: str) -> None:
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def add_all(self, given: Sequence[Any]) -> None:
         """Add messages or items of an API, which have a `role` and `add_to`. Raises InvalidRequest."""
@@ -124,14 +125,21 @@ class MessageBuilder:
 
     def build(self) -> tuple[dict[str, Any], ...]:
         """The messages; raises InvalidRequest where there are none."""
-        if not self.messages:
+        if not self._messages:
             raise InvalidRequest(f"{self._field}: no content", self._field)
-        return tuple(self.messages)
+        joints = {"content": MESSAGE_JOINT, "reasoning_content": ""}
+        return tuple(
+            {
+                name: joints[name].join(filter(None, value)) if name in joints else value
+                for name, value in message.items()
+            }
+            for message in self._messages
+        )
 
     def _assistant(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        return self._messages[-1]
 
 
 def note_media(kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import hashlib
 import re
@@ -33,6 +32,7 @@ from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import PAGE_FILES, RequestMiddleware, split_list
 from cllm.server.openapi import make_description
+from cllm.server.turns import TenantTurns
 
 FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
@@ -78,7 +78,7 @@ def create_app(
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
     app.state.add_defaults = make_defaults(registry, app.state.defaults)
-    app.state.large_bodies = asyncio.Lock()  # see `read_body`
+    app.state.large_bodies = TenantTurns()
     return app
 
 

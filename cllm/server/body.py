@@ -6,21 +6,20 @@ field (`ALIASES`) are read as the field itself, and fields that a body does not 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, inspect
 from starlette.requests import ClientDisconnect, Request
 
 from cllm.errors import ClientGone, InvalidRequest
+from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_TEXT, MAX_VALUES, check
+from cllm.server.turns import run_in_turn
 
-MAX_DEPTH = 64
-LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
 JSON_TYPE = "application/json"
 NOT_AN_OBJECT = "the body is not a JSON object"
 NO_NUL = "^[^\0]*$"
@@ -29,6 +28,9 @@ _PATTERNS = {  # what a text that does not match is refused with
     NO_NUL: "must not contain NUL",
     FUNCTION_NAME: "must have 1 to 256 letters, digits, '_', '-' or '.'",
 }
+# What each byte of a JSON text opens or closes.
+_BRACKETS = np.zeros(256, np.int8)
+_BRACKETS[[ord("["), ord("{")]], _BRACKETS[[ord("]"), ord("}")]] = 1, -1
 Kind = TypeVar("Kind", bound="Body")
 Read = Callable[[Any], Any]
 
@@ -39,7 +41,7 @@ def about(description: str, *examples: Any, **bounds: Any) -> Meta:
 
 
 SourceText = Annotated[str, Meta(pattern=NO_NUL)]
-StopText = Annotated[str, Meta(min_length=1, max_length=256, pattern=NO_NUL)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT, pattern=NO_NUL)]
 Name = Annotated[str, Meta(max_length=256)]
 ModelName = Annotated[
     Name | None,
@@ -76,7 +78,6 @@ class Body:
     @classmethod
     def parse(cls, value: Any) -> Self:
         """Read a body from a JSON value. Raises InvalidRequest, which names the field."""
-        check_depth(value)
         try:
             return msgspec.convert(normalize(cls, value), cls)
         except (msgspec.ValidationError, ValueError) as error:
@@ -186,18 +187,53 @@ def _read_value(
     return read
 
 
-def check_depth(value: Any) -> None:
-    """Raise InvalidRequest for a value that is nested too deep."""
-    level, depth = [value] if isinstance(value, dict | list) else [], 0
-    while level := [
-        item
-        for outer in level
-        for item in (outer.values() if isinstance(outer, dict) else outer)
-        if isinstance(item, dict | list)
-    ]:
-        depth += 1
-        if depth >= MAX_DEPTH:
-            raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+class Shape(NamedTuple):
+    """The size of a JSON text, at least as large as that of what a decoder finds in it."""
+
+    values: int
+    containers: int
+    depth: int
+
+
+def measure(data: bytes) -> Shape:
+    """Count the values, the objects and lists, and the levels of a JSON text. Linear, whatever it is.
+
+    What is in strings counts only where that is too much. A text that is no JSON is counted as far as a
+    decoder gets.
+    """
+    counted = _count(np.frombuffer(data, np.uint8))
+    if counted.values <= MAX_VALUES and counted.containers <= min(MAX_DEPTH, MAX_CONTAINERS):
+        return counted
+    if b"\\" in data:  # a quote that is escaped ends no string
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = np.frombuffer(data, np.uint8)
+    return _count(text[~np.logical_xor.accumulate(text == ord('"'))])
+
+
+def _count(text: np.ndarray[Any, np.dtype[np.uint8]]) -> Shape:
+    brackets = _BRACKETS[text]
+    containers, commas = int(np.count_nonzero(brackets > 0)), int(np.count_nonzero(text == ord(",")))
+    if containers <= MAX_DEPTH:
+        return Shape(commas + containers + 1, containers, containers)
+    levels = np.cumsum(brackets[brackets != 0], dtype=np.int32)
+    return Shape(commas + containers + 1, containers, int(levels.max()))
+
+
+def check_shape(data: bytes) -> None:
+    """Raise InvalidRequest for a body of too many values or levels, before it is decoded."""
+    shape = measure(data)
+    if shape.depth > MAX_DEPTH:
+        raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
+    if shape.values <= MAX_VALUES and shape.containers <= MAX_CONTAINERS:
+        return
+    field = None
+    try:  # the field that has most of them; the decoder skips values without making them
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        field = max(fields, key=lambda name: len(fields[name]), default=None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    check(shape.values, MAX_VALUES, "values", field)
+    check(shape.containers, MAX_CONTAINERS, "objects and lists", field)
 
 
 def describe(error: Exception) -> InvalidRequest:
@@ -223,7 +259,7 @@ def describe(error: Exception) -> InvalidRequest:
 async def read_body(http: Request, kind: type[Kind]) -> Kind:
     """The body of a request, with the server's defaults for fields that it lacks. Raises InvalidRequest.
 
-    Large bodies are decoded one at a time, with a turn for other requests in between.
+    A large one is counted, decoded and checked on a thread.
     """
     try:
         data = await http.body()
@@ -237,16 +273,15 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
     headers = http.headers
     if "content-type" not in headers and ("origin" in headers or "sec-fetch-site" in headers):
         raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
-    large = len(data) >= LARGE_BODY
-    async with http.app.state.large_bodies if large else nullcontext():
-        if large:
-            await asyncio.sleep(0)
-        try:
-            value = msgspec.json.decode(data)
-        except RecursionError:
-            raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            reason = str(error).removeprefix("JSON is malformed: ")
-            raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
-        add_defaults = http.app.state.add_defaults
-        return kind.parse(value if add_defaults is None else add_defaults(value))
+    return await run_in_turn(http, partial(decode, data, kind, http.app.state.add_defaults))
+
+
+def decode(data: bytes, kind: type[Kind], add_defaults: Read | None = None) -> Kind:
+    """A body from its bytes. Raises InvalidRequest."""
+    check_shape(data)
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+        raise InvalidRequest(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
+    return kind.parse(value if add_defaults is None else add_defaults(value))

@@ -13,16 +13,16 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_BIASES, MAX_OPTIONS
 from cllm.server.body import Body, SourceText, StopText, TokenId, about
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
-MAX_BIASES = 1024
 MAX_PRIORITY = 100
 MIN_TIMEOUT_S = 0.001
 INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 
 Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
-Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=256)]
+Choices = Annotated[tuple[StopText, ...], Meta(min_length=1, max_length=MAX_OPTIONS)]
 SamplerName = Annotated[str, Meta(max_length=64)]
 EMPTY_IS_NONE = ("grammar", "guided_grammar", "stop")  # fields that clients send without a value
 RepeatNames = ("repetition_penalty", "repeat_penalty")

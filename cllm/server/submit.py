@@ -12,6 +12,7 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
+from cllm.limits import MAX_BIASED_TOKENS, MAX_TOKENIZED, check
 from cllm.messages import Prepare, Prepared
 from cllm.server.generation import MAX_PRIORITY, GenerationBody
 from cllm.server.middleware import LEASES
@@ -83,20 +84,35 @@ async def prepare(
         if (longest := max(map(len, plain), default=0)) > limit:
             raise ContextLengthExceeded(longest, limit)
         return request, plain
+    if biases:
+        _check_biased(engine.tokenizer.bound.min_tokens(*biases))
     task = Prepare(tuple(inputs), limit, request.constraint, tuple(biases))
     prepared = await run_tokenizer(engine, task, Prepared)
     if biases:
         pairs = zip(prepared.texts, biases.values(), strict=True)
         more = tuple((token, bias) for tokens, bias in pairs for token in tokens)
+        _check_biased(len(more))
         sampling = _replace(request.sampling, logit_bias=request.sampling.logit_bias + more)
         request = _replace(request, sampling=sampling)
     return request, [prompt.prompt for prompt in prepared.prompts]
 
 
+def _check_biased(count: int) -> None:
+    check(count, MAX_BIASED_TOKENS, "biased tokens", "logit_bias", "use fewer or shorter texts")
+
+
 async def tokenize(
-    engine: EngineClient, pieces: Sequence[str | int], *, add_special: bool, parse_special: bool
+    engine: EngineClient,
+    pieces: Sequence[str | int],
+    field: str,
+    limit: int = MAX_TOKENIZED,
+    *,
+    add_special: bool,
+    parse_special: bool,
 ) -> tuple[int, ...]:
-    """The tokens of texts and token ids, one after the other, however many there are."""
+    """The tokens of texts and token ids, one after the other. Raises InvalidRequest for too many bytes."""
+    size = sum(len(piece.encode("utf-8", "replace")) for piece in pieces if isinstance(piece, str))
+    check(size, limit, "bytes to tokenise", field, "send it in parts")
     task = Prepare((RawText(tuple(pieces), add_special, parse_special),))
     return (await run_tokenizer(engine, task, Prepared)).prompts[0].prompt.items
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cllm.limits import MAX_PROPERTIES, MAX_SOURCE, check
 from cllm.text.chat_format import (
     GEMMA_QUOTE,
     CallStyle,
@@ -19,6 +20,7 @@ from cllm.text.chat_format import (
     write_python,
 )
 from cllm.text.json_schema import (
+    check_schemas,
     escape_name,
     escape_regex,
     get_text_expression,
@@ -34,6 +36,7 @@ MAX_FREE = 8  # arguments of a tool that does not name them
 _SLOTS = {Slot.ID: "[a-zA-Z0-9]{9}", Slot.INDEX: "[0-9]{1,2}"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
 _COMMA = '","'
+_FIELD = ConstraintKind.TOOLS.field
 
 
 def make_call_grammar(
@@ -44,6 +47,7 @@ def make_call_grammar(
     Forced calls are the whole answer, or all that follows the reasoning. Others are constrained from their
     opening on; None where calls have none.
     """
+    check_schemas([tool.schema for tool in tools], _FIELD)
     form = chat_format.calls
     triggers: tuple[str, ...] = ()
     skipped = chat_format.lead
@@ -72,6 +76,7 @@ class _Grammar:
         self._controls = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._tools = tools
         self._rules: list[str] = []
+        self._size = self._values = 0  # characters of the rules, and values that were written
 
     def write(self, skipped: str, count: int, *, forced: bool) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
@@ -108,6 +113,13 @@ class _Grammar:
 
     def _add(self, name: str, rule: str) -> None:
         self._rules.append(f"{name}: {rule}")
+        self._size += len(rule)
+        check(self._size, MAX_SOURCE, "characters", _FIELD)
+
+    def _count_value(self) -> None:
+        """Bound what schemas that refer to each other are written out to."""
+        self._values += 1
+        check(self._values, MAX_PROPERTIES, "properties", _FIELD)
 
     def _text(self, text: str, name: str = "", kind: str = "") -> str:
         """A marker: literals, control tokens and slots."""
@@ -181,6 +193,7 @@ class _Grammar:
         return rules, set(schema.get("required", ())) & set(rules)
 
     def _argument(self, rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        self._count_value()
         form = self._form
         schema = schema if isinstance(schema, Mapping) else {}
         types = get_types(schema, root)
@@ -201,6 +214,7 @@ class _Grammar:
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
+        self._count_value()
         mark, schema = self._form.nested, resolve(schema, root)
         types = get_types(schema, root)
         if options := get_options(schema, depth):
@@ -254,6 +268,7 @@ class _Grammar:
 
     def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value as Gemma writes it."""
+        self._count_value()
         schema = resolve(schema, root)
         types = get_types(schema, root)
         if (values := get_values(schema)) is not None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from cllm.limits import MAX_NESTING
 from cllm.text.chat_format import (
     GEMMA_QUOTE,
     CallFormat,
@@ -20,7 +21,7 @@ from cllm.text.chat_format import (
     split_slots,
 )
 from cllm.text.detokenizer import count_possible
-from cllm.text.json_schema import MAX_NESTING, count_nesting, get_property, get_types, resolve
+from cllm.text.json_schema import count_nesting, get_property, get_types, resolve
 
 MAX_NAME = 256  # characters of a name, and of what stands between a name and its arguments
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters", "args")

@@ -69,14 +69,14 @@ class _TimerTimes(ctypes.Structure):
 
 
 @contextmanager
-def deadly_guard() -> Iterator[None]:
-    """End this process (SIGPROF) after GUARD_LIMIT_S of CPU time of this thread, even inside a native call.
+def deadly_guard(limit_s: float = GUARD_LIMIT_S, number: int = signal.SIGPROF) -> Iterator[None]:
+    """End this process by a signal after `limit_s` of CPU time of this thread, even inside a native call.
 
     Where threads have no timer of their own (macOS), the CPU time of all threads counts.
     """
     timer = ctypes.c_void_p()
-    event = _SignalEvent(signal=signal.SIGPROF)
-    times = _TimerTimes(s=int(GUARD_LIMIT_S), ns=int(GUARD_LIMIT_S % 1 * 1e9))
+    event = _SignalEvent(signal=number)
+    times = _TimerTimes(s=int(limit_s), ns=int(limit_s % 1 * 1e9))
     clock = getattr(time, "CLOCK_THREAD_CPUTIME_ID", 0)
     made = hasattr(_libc, "timer_create") and not _libc.timer_create(
         clock, ctypes.byref(event), ctypes.byref(timer)
@@ -84,7 +84,7 @@ def deadly_guard() -> Iterator[None]:
     if made:
         _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     else:
-        signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         yield
     finally:

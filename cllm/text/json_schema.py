@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
+from cllm.limits import (
+    MAX_COMBINATIONS,
+    MAX_NESTING,
+    MAX_OBJECT_PROPERTIES,
+    MAX_PROPERTIES,
+    MAX_REFERENCES,
+    check,
+)
 from cllm.text.chat_format import get_type
 from cllm.types import ConstraintKind, ConstraintSpec
 
@@ -18,10 +26,9 @@ _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 
-MAX_NESTING = 64  # of a schema, a grammar or a literal
 MAX_CHAIN = 8  # references that lead from one to the next
 MAX_VISITS = 20_000  # schemas that the search for endless values looks at
-MAX_REFERENCES = 512  # of the schemas of one request: native code follows them in depth
+MAX_STEPS = 1 << 16  # of counting combinations
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 MAX_EXACT = 1 << 53  # beyond it llguidance writes another number, or overflows its stack
@@ -43,12 +50,23 @@ _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # as in JSON schemas; in other dia
 _ODD = re.compile(r"\\[0-9bBkpPuxc]|\(\?(?!:)|[*+?}]\+|(?<!\\)\{(?![0-9]+(,[0-9]*)?\})")
 
 
-def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; an empty set stands for any."""
+def get_types(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """The JSON types that a schema allows; an empty set stands for any. Each schema is looked at once."""
     if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return frozenset()
+    known = {} if known is None else known
+    if id(schema) not in known:
+        known[id(schema)] = _find_types(schema, root, depth, known)
+    return known[id(schema)]
+
+
+def _find_types(
+    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]
+) -> frozenset[str]:
     if isinstance(schema.get("$ref"), str):
-        return get_types(resolve(schema, root), root, depth + 1)
+        return get_types(resolve(schema, root), root, depth + 1, known)
     if "type" in schema:
         given = schema["type"]
         return frozenset(given if isinstance(given, list) else [given])
@@ -56,7 +74,7 @@ def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
         return frozenset(map(get_type, values))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
-            types = [get_types(option, root, depth + 1) for option in schema[key]]
+            types = [get_types(option, root, depth + 1, known) for option in schema[key]]
             return frozenset().union(*types) if all(types) else frozenset()
     return frozenset()
 
@@ -155,7 +173,6 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
         places = [match.end() for match in re.finditer(r"%json\s*(?=\{)", source)] if embeds else []
     if spec.kind is ConstraintKind.GRAMMAR and len(places) > MAX_REFERENCES:
         raise InvalidRequest(f"{field}: {len(places)} schemas (%json), the limit is {MAX_REFERENCES}", field)
-    references = 0
     for begin in places:
         if found and begin < found[-1].end:
             continue  # inside the schema before
@@ -166,36 +183,96 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
                 continue
             raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None
         found.append(EmbeddedSchema(begin, end, schema))
-        references += _inspect(schema, field)
     if spec.kind is ConstraintKind.JSON_SCHEMA and source[found[0].end :].strip():
         raise InvalidRequest(f"{field}: the schema is not valid JSON: text follows it", field)
     if spec.kind is ConstraintKind.GRAMMAR:
         plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
-        references = max(references, len(_REFERENCE.findall(plain)))
-    if references > MAX_REFERENCES:
-        message = f"{references} references ($ref), the limit is {MAX_REFERENCES}: write some of them out"
-        raise InvalidRequest(f"{field}: {message}", field)
+        check(len(_REFERENCE.findall(plain)), MAX_REFERENCES, "references", field)
+    check_schemas([each.schema for each in found], field)
     return found
 
 
-def _inspect(schema: Any, field: str) -> int:
-    """Count the references of a parsed schema, however they were spelled.
+def check_schemas(schemas: Sequence[Any], field: str) -> None:
+    """Count what is in the parsed schemas of one request, however it was spelled, before native code does.
 
-    Raises InvalidRequest for a number that llguidance cannot write as it is.
+    Raises InvalidRequest for what exceeds a limit, and for a number that llguidance cannot write as it is.
     """
-    references, left = 0, [(schema, False)]
-    while left:
-        value, written = left.pop()  # a value, and if answers may have it
-        if isinstance(value, Mapping):
-            references += len(value.keys() & _REFERENCES)
-            left += [(inner, written or key in ("const", "enum")) for key, inner in value.items()]
-        elif isinstance(value, list):
-            left += [(inner, written) for inner in value]
-        elif isinstance(value, int | float) and (
-            value <= _MIN_NUMBER or (written and abs(value) > MAX_EXACT)
-        ):
-            raise InvalidRequest(f"{field}: {value} is beyond the numbers that can be written exactly", field)
-    return references
+    references = properties = 0
+    steps = iter(range(MAX_STEPS))
+    for root in schemas:
+        left, combined = [(root, False)], []
+        while left:
+            value, written = left.pop()  # a value, and if answers may have it
+            if isinstance(value, Mapping):
+                references += len(value.keys() & _REFERENCES)
+                combined += [value] * (_count_parts(value) > 1)
+                for key in value.keys() & {"properties", "patternProperties"}:
+                    count = len(value[key]) if isinstance(value[key], Mapping) else 0
+                    check(count, MAX_OBJECT_PROPERTIES, "properties of one object", field)
+                    properties += count
+                left += [(inner, written or key in ("const", "enum")) for key, inner in value.items()]
+            elif isinstance(value, list):
+                left += [(inner, written) for inner in value]
+            elif isinstance(value, int | float) and (
+                value <= _MIN_NUMBER or (written and abs(value) > MAX_EXACT)
+            ):
+                message = f"{field}: {value} is beyond the numbers that can be written exactly"
+                raise InvalidRequest(message, field)
+        check(references, MAX_REFERENCES, "references", field, "write some of them out")
+        check(properties, MAX_PROPERTIES, "properties", field)
+        for value in combined:
+            ways = count_combinations([value], root, steps)
+            check(ways, MAX_COMBINATIONS, "combinations", field, "combine fewer alternatives (allOf)")
+
+
+def count_combinations(
+    parts: Sequence[Any], root: Any, steps: Iterator[int], above: frozenset[Any] = frozenset()
+) -> int:
+    """Count the ways in which the alternatives of schemas for one value combine, or more than the limit.
+
+    llguidance writes them all out. Where several parts have a property of the same name, its schemas combine
+    as well. What takes more than the `steps` that are left combines too much; so does what nests too deep.
+    `above` has the parts of the values that these are inside of: recursion adds no way.
+    """
+    key = frozenset(id(_get_target(part, root)) for part in parts)
+    if key in above or len(above) > MAX_NESTING:
+        return 1 if key in above else MAX_COMBINATIONS + 1
+    above |= {key}
+    ways, named = 1, dict[str, list[Any]]()
+    waiting = [(part, frozenset[int](), True) for part in parts]
+    while waiting and ways <= MAX_COMBINATIONS:
+        part, chain, counts = waiting.pop()
+        if next(steps, None) is None:
+            return MAX_COMBINATIONS + 1
+        if not isinstance(part, Mapping) or id(part) in chain:
+            continue
+        chain |= {id(part)}
+        waiting += [(each, chain, counts) for each in (*_get_list(part, "allOf"), _get_target(part, root))]
+        for options in filter(None, (_get_list(part, "anyOf"), _get_list(part, "oneOf"))):
+            if counts and len(options) > 1:
+                ways *= sum(count_combinations([option], root, steps, above) for option in options)
+            waiting += [(option, chain, counts and len(options) == 1) for option in options]
+        for name, inner in _list_inner(part):
+            named.setdefault(name, []).append(inner)
+    shared = [each for each in named.values() if len(each) > 1]
+    return ways * max((count_combinations(each, root, steps, above) for each in shared), default=1)
+
+
+def _get_target(schema: Any, root: Any) -> Any:
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return _follow(root, reference) if isinstance(reference, str) else schema
+
+
+def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    return list(schema[key]) if isinstance(schema.get(key), list) else []
+
+
+def _list_inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas of parts of a value, by a name that schemas of the same part share."""
+    for key in schema.keys() & _INNER_VALUE:
+        yield f"/{key}", schema[key]
+    for key in schema.keys() & {"properties", "patternProperties"}:
+        yield from schema[key].items() if isinstance(schema[key], Mapping) else ()
 
 
 def check_end(root: Any, field: str) -> None:
@@ -265,33 +342,34 @@ def close_objects(schema: Any) -> Any:
     An object without `properties` stays a free map. What is combined (by `allOf`, or as `properties` beside a
     reference or a union) stays open, and so does what it refers to: closed parts would exclude each other.
     """
-    return _close(schema, "#", False, find_combined(schema))
+    return _close(schema, False, find_combined(schema))
 
 
-def find_combined(root: Any) -> set[str]:
-    """Find the references to schemas that are combined with others, however long a chain leads there.
+def find_combined(root: Any) -> set[int]:
+    """Find the schemas that others are combined with by reference, however long a chain leads there, by id.
 
-    Each schema is visited twice at most: as a part of a combination, and by itself.
+    Each schema is visited twice at most, as a part of a combination and by itself, however references to it
+    are spelled. No object may stand in two places of `root`.
     """
-    combined: set[str] = set()
-    seen: set[tuple[str, bool]] = set()
-    waiting: list[tuple[Any, str, bool]] = [(root, "#", False)]
+    combined: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
 
-    def follow(inner: Any, path: str, same: bool) -> None:
-        waiting.append((inner, f"{place}/{path}", same and is_part))
+    def follow(inner: Any, same: bool) -> None:
+        waiting.append((inner, same and is_part))
 
     while waiting:
-        schema, place, is_part = waiting.pop()
+        schema, is_part = waiting.pop()
         if not isinstance(schema, Mapping):
             continue
-        is_part = is_part or _count_parts(schema) > 1 or place in combined
-        if (place, is_part) in seen:
+        is_part = is_part or _count_parts(schema) > 1 or id(schema) in combined
+        if (id(schema), is_part) in seen:
             continue
-        seen.add((place, is_part))
+        seen.add((id(schema), is_part))
         reference = schema.get("$ref")
-        if is_part and isinstance(reference, str) and reference not in combined:
-            combined.add(reference)
-            waiting.append((_follow(root, reference), reference, True))
+        if is_part and isinstance(reference, str) and (target := _follow(root, reference)) is not None:
+            combined.add(id(target))
+            waiting.append((target, True))
         _map_schemas(schema, follow)
     return combined
 
@@ -311,16 +389,17 @@ def _follow(root: Any, reference: str) -> Any:
 def _count_parts(schema: Mapping[str, Any]) -> int:
     """The parts that a schema combines for one value."""
     same = (_SAME_VALUE - {"allOf"}) | {"properties", "$ref"}
-    return len(schema.keys() & same) + len(schema.get("allOf", ()))
+    together = schema.get("allOf")
+    return len(schema.keys() & same) + (len(together) if isinstance(together, list) else 0)
 
 
-def _close(schema: Any, place: str, is_part: bool, combined: set[str]) -> Any:
+def _close(schema: Any, is_part: bool, combined: set[int]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    is_part = is_part or _count_parts(schema) > 1 or place in combined
+    is_part = is_part or _count_parts(schema) > 1 or id(schema) in combined
 
-    def close(inner: Any, path: str, same: bool) -> Any:
-        return _close(inner, f"{place}/{path}", same and is_part, combined)
+    def close(inner: Any, same: bool) -> Any:
+        return _close(inner, same and is_part, combined)
 
     closed = _tighten(_map_schemas(schema, close))
     listed = schema.get("properties")
@@ -347,17 +426,15 @@ def _tighten(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _map_schemas(schema: Mapping[str, Any], change: Callable[[Any, str, bool], Any]) -> dict[str, Any]:
-    """A copy in which `change` replaces each schema inside: given its path, and if its value is the same."""
+def _map_schemas(schema: Mapping[str, Any], change: Callable[[Any, bool], Any]) -> dict[str, Any]:
+    """A copy in which `change` replaces each schema inside: given it, and if its value is the same."""
     changed = dict(schema)
     for key in schema.keys() & (_SAME_VALUE | _INNER_VALUE | _BY_NAME):
         value, same = schema[key], key in _SAME_VALUE
         if isinstance(value, list):
-            changed[key] = [change(each, f"{key}/{number}", same) for number, each in enumerate(value)]
+            changed[key] = [change(each, same) for each in value]
         elif key in _BY_NAME and isinstance(value, Mapping):
-            changed[key] = {
-                name: change(each, f"{key}/{escape_name(name)}", same) for name, each in value.items()
-            }
+            changed[key] = {name: change(each, same) for name, each in value.items()}
         else:
-            changed[key] = change(value, key, same)
+            changed[key] = change(value, same)
     return changed

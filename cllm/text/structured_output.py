@@ -6,14 +6,17 @@ import ctypes
 import hashlib
 import json
 import os
+import random
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -21,15 +24,9 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_LEXER_STATES, MAX_MASK_MS, MAX_NESTING, MAX_RULES, MAX_SOURCE, check
 from cllm.text.detokenizer import count_possible
-from cllm.text.json_schema import (
-    MAX_NESTING,
-    check_end,
-    close_schemas,
-    count_nesting,
-    escape_regex,
-    parse_schemas,
-)
+from cllm.text.json_schema import check_end, close_schemas, count_nesting, escape_regex, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -39,14 +36,12 @@ from cllm.types import (
     Vocabulary,
 )
 
-MAX_SOURCE = 256 << 10  # characters
-MAX_RULES = 512  # of a grammar
 STACK_BYTES = 256 << 20  # of native recursion; 64 MiB were not enough for sources within the limits
 MIN_COMPILED_BYTES = 32 << 10
-MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
 STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
 TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
 MAX_CHECKED = 1024  # grammars known to be valid
+REHEARSALS, REHEARSED_TOKENS = 2, 24  # takes some 20 ms
 _MARK = "\x02"  # a control character: no token has it together with other text
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _TOO_MANY_STATES = (
@@ -61,6 +56,8 @@ _LIMITS = LLParserLimits(
 )
 
 
+Result = TypeVar("Result")
+Guard = Callable[[], AbstractContextManager[None]]
 _STACK_LOCK = threading.Lock()  # the size of new threads' stacks is one for the process
 
 
@@ -196,8 +193,15 @@ class GrammarCompiler:
     again when it is wanted. One that an answer uses is freed when the answer has ended.
     """
 
-    def __init__(self, vocabulary: Vocabulary, cache_bytes: int = GRAMMAR_CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        cache_bytes: int = GRAMMAR_CACHE_BYTES,
+        guard: Guard = nullcontext,
+    ) -> None:
+        """`guard` is entered on the thread that compiles, to end what no limit does."""
         self._vocabulary = vocabulary
+        self._guard = guard
         wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
         self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
         self._cache_bytes = cache_bytes
@@ -226,10 +230,11 @@ class GrammarCompiler:
         return Constraint(grammar, self._tokenizer, watch)
 
     def check(self, spec: ConstraintSpec) -> None:
-        """Raise InvalidRequest where `compile` would. Keeps no grammar."""
+        """Raise InvalidRequest where `compile` or an answer would. Keeps no grammar."""
         digest = hashlib.blake2b(f"{spec.kind}:{spec.source}".encode("utf-8", "surrogatepass")).digest()
         if digest not in self._checked:
-            self._compile(spec)
+            matcher = self._compile(spec)
+            _run_on_large_stack(lambda: self._rehearse(matcher, spec.field), self._guard)
             self._checked[digest] = None
             if len(self._checked) > MAX_CHECKED:
                 self._checked.popitem(last=False)
@@ -243,9 +248,9 @@ class GrammarCompiler:
                 check_end(each.schema, spec.field)
         closed = close_schemas(spec, schemas)
         try:
-            return _run_on_large_stack(lambda: self._make_matcher(spec, closed))
+            return _run_on_large_stack(lambda: self._make_matcher(spec, closed), self._guard)
         except InvalidRequest:  # a closed schema must not be what is refused
-            return _run_on_large_stack(lambda: self._make_matcher(spec, spec.source))
+            return _run_on_large_stack(lambda: self._make_matcher(spec, spec.source), self._guard)
 
     def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
         field = spec.field
@@ -258,18 +263,45 @@ class GrammarCompiler:
             raise InvalidRequest(f"{field}: no text matches it", field)
         return matcher
 
+    def _rehearse(self, matcher: LLMatcher, field: str) -> None:
+        """Follow a grammar for a few tokens, as answers would, and time the masks.
 
-def _run_on_large_stack(task: Callable[[], LLMatcher]) -> LLMatcher:
-    """Run a task on a thread whose stack holds the deepest recursion that a source can cause.
+        Raises InvalidRequest for a grammar that fails on the way, or whose masks would hold up a step. The
+        CPU time of this thread counts, not that of a busy machine.
+        """
+        draws = random.Random(0)
+        for _ in range(REHEARSALS):
+            answer = matcher.deep_copy()
+            for _ in range(REHEARSED_TOKENS):
+                began = time.thread_time()
+                words = np.frombuffer(answer.compute_bitmask(), np.uint8)
+                mask_ms = round(1000 * (time.thread_time() - began))
+                if answer.is_error():
+                    reason = _first_line(answer.get_error())
+                    raise InvalidRequest(f"{field}: too complex to be followed: {reason}", field)
+                check(mask_ms, MAX_MASK_MS, "ms a mask", field, "use fewer alternatives and repetitions")
+                allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+                if not len(allowed) or answer.is_stopped():
+                    break
+                answer.consume_token(int(draws.choice(allowed)))
+
+
+def _run_on_large_stack(task: Callable[[], Result], guard: Guard) -> Result:
+    """Run a task, guarded, on a thread whose stack holds the deepest recursion that a source can cause.
 
     A schema within the limits may nest 64 deep between each two of its references. The usual 8 MiB overflow
     then, which ends the process.
     """
+
+    def run() -> Result:
+        with guard():
+            return task()
+
     with _STACK_LOCK:
         usual = threading.stack_size(STACK_BYTES)
         try:
             pool = ThreadPoolExecutor(1, "cllm-compile")
-            future = pool.submit(task)
+            future = pool.submit(run)
         finally:
             threading.stack_size(usual)
     with pool:
@@ -279,15 +311,13 @@ def _run_on_large_stack(task: Callable[[], LLMatcher]) -> LLMatcher:
 def _check_size(spec: ConstraintSpec) -> None:
     """Raise InvalidRequest for a source that is too long, too deep, or has too many rules."""
     field = spec.field
-    if len(spec.source) > MAX_SOURCE:
-        raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
+    check(len(spec.source), MAX_SOURCE, "characters", field)
     if count_nesting(spec.source) > MAX_NESTING:  # before native code reads it
         raise InvalidRequest(f"{field}: nested deeper than {MAX_NESTING}", field)
     if spec.kind is ConstraintKind.GRAMMAR:
         bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
         rules = bare.count("::=") + bare.replace("::=", "").count(":")  # at most
-        if rules > MAX_RULES:
-            raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
+        check(rules, MAX_RULES, "rules", field)
 
 
 def to_llguidance(spec: ConstraintSpec) -> str:

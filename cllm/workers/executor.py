@@ -44,7 +44,7 @@ LARGE_BYTES = 64 << 10  # takes some 30 ms; at most THREADS - 1 such tasks are i
 MAX_WAITING_BYTES = 128 << 20
 WAIT_LIMIT_S = 30.0
 TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what takes longer hangs
-GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
+GRAMMAR_LIMIT_S = 120.0  # the worker itself ends one by its CPU time; a busy machine must not
 Receive = Callable[[Report], None]
 
 
@@ -129,7 +129,7 @@ class PendingTask(Attempt):
         if isinstance(task, Prepare) and task.constraint is not None:
             self._grammar_field = task.constraint.field
         long = len(frame) > LARGE_BYTES
-        self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field and not long else TEXT_LIMIT_S
+        self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field else TEXT_LIMIT_S
         # One grammar is compiled at a time: a second one would wait for it on the other thread.
         self.large = bool(self._grammar_field) or long
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import signal
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ from cllm.workers.channel import Channel
 from cllm.workers.executor import THREADS
 
 log = logging.getLogger(__name__)
+COMPILE_LIMIT_S = 10.0  # CPU time; what is within the limits takes a second at most
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 
 
@@ -56,11 +58,13 @@ class TokenizerWorker:
         template: str | None,
         guard: Guard = nullcontext,
         *,
+        compile_guard: Guard = nullcontext,
         tool_template: str | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         templates = (ChatTemplate(source, guard) if source else None for source in (template, tool_template))
         self._prompts = PromptBuilder(vocabulary, *templates)
+        self._guard = compile_guard
         self._lock = threading.Lock()
 
     @property
@@ -69,7 +73,7 @@ class TokenizerWorker:
 
     @cached_property
     def _constraints(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second
+        return GrammarCompiler(self._vocabulary, guard=self._guard)  # takes half a second
 
     def warm_up(self) -> None:
         """Build the grammar compiler, so that the first grammar holds up no text."""
@@ -154,7 +158,11 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
     model = LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True)
     info = model.info(config.chat_template)
     worker = TokenizerWorker(
-        model.vocabulary, info.chat_template, deadly_guard, tool_template=info.tool_template
+        model.vocabulary,
+        info.chat_template,
+        deadly_guard,
+        compile_guard=partial(deadly_guard, COMPILE_LIMIT_S, signal.SIGXCPU),
+        tool_template=info.tool_template,
     )
     try:  # hostile input may end this process, but not take all of the machine's memory
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -22,7 +22,7 @@ from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.llm import _get_loop
 from cllm.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
-from cllm.types import Request, RequestOutput, Snapshot
+from cllm.types import Request, RequestOutput, Snapshot, TokenBound
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer, Receive, encode, settle
 from cllm.workers.tokenizer import TokenizerWorker
 
@@ -75,7 +75,8 @@ class ThreadTokenizer(ProcessTokenizer):
 
     worker: TokenizerWorker  # once the engine is ready
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.bound = TokenBound()
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         encode(TokenizerCall(0, task))  # refuses what no message can carry

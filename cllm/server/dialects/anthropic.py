@@ -18,12 +18,14 @@ from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded
+from cllm.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
 from cllm.server.generation import GenerationBody
 from cllm.server.submit import make_request, use_engine
+from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
@@ -31,7 +33,6 @@ from cllm.types import FinishReason, RequestOutput
 log = logging.getLogger(__name__)
 ROUTE = "/v1/messages"
 BILLING_HEADER = "x-anthropic-billing-header:"
-MAX_BLOCKS = 4096
 _FIELDS = {  # of a block, by its type; a block of any other type is replaced by its text or a note
     "text": ("text",),
     "tool_use": ("id", "name", "input"),
@@ -90,7 +91,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     input: bodies.Arguments = "{}"
     tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
     content: Annotated[
-        str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)] | None,
+        str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)] | None,
         about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
     ] = None
     is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
@@ -150,7 +151,7 @@ def _find_text(block: dict[str, Any]) -> str:
     return chats.MESSAGE_JOINT.join(text for text in found if isinstance(text, str))
 
 
-Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
+Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)]
 
 
 def list_texts(content: Blocks | None) -> list[str]:
@@ -243,7 +244,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     model: ModelName = None
     messages: Annotated[list[AnthropicMessage], bodies.CONVERSATION]
     system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
-    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=bodies.MAX_TOOLS)] = []
+    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[ToolChoiceBody | None, about(bodies.TOOL_CHOICE, {"type": "auto"})] = None
     thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
     output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
@@ -299,7 +300,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
     ]
     stop_sequences: Annotated[
-        tuple[StopText, ...], about("Stop strings; they are not part of the answer", ["\n\n"], max_length=16)
+        tuple[StopText, ...],
+        about("Stop strings; they are not part of the answer", ["\n\n"], max_length=MAX_STOPS),
     ] = ()
     metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
 
@@ -507,7 +509,7 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
     )
-    session = await open_chat(engine, body.conversation(), request)
+    session = await open_chat(engine, await run_in_turn(http, body.conversation), request)
     name = body.model or loaded(engine)[0].name
     renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
     return await renderer.respond(http, session, stream=body.stream)
@@ -517,4 +519,5 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
 async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    return TokenCount(await count_tokens(engine, body.conversation(), body.constraint()))
+    conversation = await run_in_turn(http, body.conversation)
+    return TokenCount(await count_tokens(engine, conversation, body.constraint()))

@@ -15,6 +15,7 @@ from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.limits import MAX_VALUES
 from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, Dialect, encode
@@ -75,7 +76,7 @@ class DecodeBody(msgspec.Struct, Body, kw_only=True):
     EXAMPLE = {"tokens": [403, 253]}
 
     model: ModelName = None
-    tokens: Annotated[list[TokenId], about("Token ids of this model", [1, 2, 3], max_length=1_000_000)]
+    tokens: Annotated[list[TokenId], about("Token ids of this model", [1, 2, 3], max_length=MAX_VALUES)]
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +248,7 @@ async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
 async def encode_text(body: EncodeBody, http: HttpRequest) -> EncodeResponse:
     """Convert text to token ids."""
     engine = await use_engine(http, body.model)
-    tokens = await tokenize(engine, (body.text,), add_special=True, parse_special=False)
+    tokens = await tokenize(engine, (body.text,), "text", add_special=True, parse_special=False)
     return EncodeResponse(tokens, len(tokens))
 
 

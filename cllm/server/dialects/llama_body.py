@@ -10,15 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from cllm.chat.conversation import Conversation
+from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.body import Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.bodies import (
-    MAX_CHOICES,
-    MAX_PROMPTS,
-    STOP,
-    ChatBody,
-    Stops,
-    refuse_multimodal,
-)
+from cllm.server.dialects.openai.bodies import STOP, ChatBody, Stops, refuse_multimodal
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
 from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
@@ -317,8 +311,9 @@ def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
 def select_fields(response: Any, paths: Iterable[str]) -> dict[str, Any]:
     """Only these fields of a response; `a/b` is the field b of a. What is not there is left out."""
     found: dict[str, Any] = {}
+    whole = msgspec.to_builtins(response)
     for path in paths:
-        value = msgspec.to_builtins(response)
+        value = whole
         for name in path.split("/"):
             if not isinstance(value, dict) or name not in value:
                 break

@@ -20,6 +20,7 @@ from cllm.errors import CllmError, ContextLengthExceeded, EngineNotReady, Invali
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.limits import MAX_PIECES, MAX_TOKENIZED
 from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
@@ -33,6 +34,7 @@ from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
 from cllm.server.sse import EventStream, collect
 from cllm.server.timings import PromptProgress, get_timings
+from cllm.server.turns import run_in_turn
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Health, Request, RequestOutput
 
@@ -379,11 +381,12 @@ async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.
     pieces = [body.content] if isinstance(body.content, str) else body.content
     submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "content")
     special = {"add_special": body.add_special, "parse_special": body.parse_special}
-    tokens = await submit.tokenize(engine, pieces, **special)
+    limit = MAX_PIECES if body.with_pieces else MAX_TOKENIZED
+    tokens = await submit.tokenize(engine, pieces, "content", limit, **special)
     if not body.with_pieces:
         return shapes.LlamaTokens(tokens)
     texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
-    return shapes.LlamaTokens([shapes.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
+    return shapes.LlamaTokens(await asyncio.to_thread(lambda: [*map(shapes.make_piece, tokens, texts)]))
 
 
 @llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
@@ -398,7 +401,7 @@ async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> sha
 async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
     engine = await submit.use_engine(http, body.model)
-    conversation = body.conversation()
+    conversation = await run_in_turn(http, body.conversation)
     task = RenderChat(conversation.for_template())
     return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
@@ -408,7 +411,7 @@ async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> s
 async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
     engine = await submit.use_engine(http, body.model)
-    return shapes.InputTokens(await count_tokens(engine, body.conversation()))
+    return shapes.InputTokens(await count_tokens(engine, await run_in_turn(http, body.conversation)))
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)

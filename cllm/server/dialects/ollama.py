@@ -31,6 +31,7 @@ from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
+from cllm.server.turns import run_in_turn
 from cllm.types import RAW, TokenLogprob, Usage, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
@@ -180,7 +181,7 @@ async def _submit(
         logprobs=body.top,
     )
     if (raw := body.raw_prompt) is None:
-        session = await open_chat(engine, body.conversation(), request)
+        session = await open_chat(engine, await run_in_turn(http, body.conversation), request)
         return session.streams[0], session.replies[0], session.prompt_tokens
     request, (prompt,) = await prepare(engine, request, [raw])
     stream = engine.submit(msgspec.structs.replace(request, prompt=prompt), AsyncOutputStream)

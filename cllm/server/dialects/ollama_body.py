@@ -16,12 +16,13 @@ from cllm.chat import conversation as chats
 from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
+from cllm.limits import MAX_INPUTS, MAX_MESSAGES, MAX_TOOLS
 from cllm.server.body import Body, about
 from cllm.server.dialect import encode_line
 from cllm.server.dialects.cllm import MODEL_EXAMPLE
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
-from cllm.server.dialects.openai.embeddings import MAX_INPUTS, InputText
+from cllm.server.dialects.openai.embeddings import InputText
 from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
 from cllm.server.generation import GenerationBody
 from cllm.text.call_parser import parse_object
@@ -184,7 +185,7 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     ] = None
     thinking: bodies.ReasoningText = None
     tool_calls: Annotated[
-        Annotated[list[OllamaToolCall], Meta(max_length=bodies.MAX_TOOLS)] | None,
+        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
         about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
     ] = None
     tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
@@ -217,11 +218,11 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
         about(
             "The conversation; without any the model is only loaded, or unloaded",
             bodies.MESSAGES,
-            max_length=bodies.MAX_MESSAGES,
+            max_length=MAX_MESSAGES,
         ),
     ] = []
     tools: Annotated[
-        Annotated[list[bodies.ToolBody], Meta(max_length=bodies.MAX_TOOLS)] | None,
+        Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None,
         about(
             "Functions the model may call",
             [{"type": "function", "function": {"name": "now", "description": "The time"}}],

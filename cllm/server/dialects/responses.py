@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
 from cllm.server.submit import make_request, use_engine
+from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
@@ -502,7 +504,8 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
         stop=body.stop,
         logprobs=body.top,
     )
-    session = await open_chat(engine, body.to_conversation(history), request)
+    conversation = await run_in_turn(http, partial(body.to_conversation, history))
+    session = await open_chat(engine, conversation, request)
     store, tenant = _get_store(http)
 
     def keep(response: ResponseObject) -> None:
@@ -519,7 +522,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
 async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    conversation = body.to_conversation(load_history(body, http))
+    conversation = await run_in_turn(http, partial(body.to_conversation, load_history(body, http)))
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 

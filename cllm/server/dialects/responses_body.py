@@ -11,6 +11,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from cllm.chat import conversation as chats
+from cllm.limits import MAX_MESSAGES, MAX_TOOLS
 from cllm.server.body import Body, Name, TokenLimit, about
 from cllm.server.dialects.openai import bodies
 from cllm.text.chat_format import Tool
@@ -49,7 +50,7 @@ class ResponseTool(bodies.FunctionBody, kw_only=True):
         return {name: getattr(self, name) for name in names.split()}
 
 
-Parts = Annotated[list[bodies.ContentPart], Meta(max_length=bodies.MAX_MESSAGES)]
+Parts = Annotated[list[bodies.ContentPart], Meta(max_length=MAX_MESSAGES)]
 
 
 def join_text(content: str | list[bodies.ContentPart]) -> str:
@@ -173,7 +174,7 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
         Literal["auto", "required"] | None, about("Whether one of the allowed tools must be called", "auto")
     ] = None
     tools: Annotated[
-        Annotated[list[NamedTool], Meta(min_length=1, max_length=bodies.MAX_TOOLS)] | None,
+        Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
         about("Some of the tools", [{"type": "function", "name": "now"}]),
     ] = None
 
@@ -214,7 +215,7 @@ class ReasoningBody(msgspec.Struct, Body, kw_only=True):
     ] = None
 
 
-Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=bodies.MAX_MESSAGES)]
+Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
@@ -237,9 +238,7 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     ] = None
     tools: Annotated[
         tuple[ResponseTool, ...],
-        about(
-            "Functions the model may call", [{"type": "function", "name": "now"}], max_length=bodies.MAX_TOOLS
-        ),
+        about("Functions the model may call", [{"type": "function", "name": "now"}], max_length=MAX_TOOLS),
     ] = ()
     tool_choice: Annotated[bodies.ToolMode | ResponseToolChoice, about(bodies.TOOL_CHOICE)] = "auto"
     parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import Meta
 
 from cllm.errors import InvalidRequest
-from cllm.server.body import MAX_DEPTH, NO_NUL, Body
+from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
+from cllm.server.body import NO_NUL, Body, decode, measure
 
 
 class Part(msgspec.Struct, Body, kw_only=True):
@@ -101,10 +105,65 @@ def test_a_refusal_names_an_alias_of_a_base_class() -> None:
         assert caught.value.field == name
 
 
+def count(value: Any) -> tuple[int, int, int]:
+    """Values, objects and lists, and levels of a JSON value, as the rule says."""
+    if not isinstance(value, dict | list):
+        return 1, 0, 0
+    inner = [count(each) for each in (value.values() if isinstance(value, dict) else value)]
+    values, containers, depths = zip(*inner, strict=True) if inner else ((), (), ())
+    return 1 + sum(values), 1 + sum(containers), 1 + max(depths, default=0)
+
+
+TEXTS = st.text(st.sampled_from('[]{},"\\:a\n\u00e9'))
+JSON = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    max_leaves=30,
+)
+
+
+@given(JSON, st.sampled_from([msgspec.json.encode, lambda value: json.dumps(value, indent=1).encode()]))
+def test_values_and_levels_are_counted_whatever_is_in_strings(value: Any, write: Any) -> None:
+    padded = [value, [[]] * (MAX_DEPTH + 1)]  # enough of them, so that strings are told apart
+    found, (values, containers, depth) = measure(write(padded)), count(padded)
+    assert (found.containers, found.depth) == (containers, depth)
+    assert values <= found.values <= values + containers, "a list without values counts as two"
+
+
+def make_body(free: bytes) -> bytes:
+    return b'{"name": "a", "free": {"x": %b}}' % free
+
+
 def test_a_body_nested_too_deep_is_refused() -> None:
-    value: Any = 1
-    for _ in range(MAX_DEPTH):
-        value = [value]
-    Whole.parse({"name": "a", "free": {"x": value[0][0]}})
-    with pytest.raises(InvalidRequest, match="nested deeper"):
-        Whole.parse({"name": "a", "free": {"x": value}})
+    levels = MAX_DEPTH - 2
+    decode(make_body(b"[" * levels + b"]" * levels), Whole)
+    for deep in (b"[" * (levels + 1) + b"]" * (levels + 1), b'{"a":' * 100_000, b"[" * 1_000_000):
+        with pytest.raises(InvalidRequest, match=f"nested deeper than {MAX_DEPTH}"):
+            decode(make_body(deep), Whole)
+
+
+@pytest.mark.parametrize(
+    ("item", "limit", "what"),
+    [
+        (b"1", MAX_VALUES, "values"),
+        (b'"]["', MAX_VALUES, "values"),
+        (b"[]", MAX_CONTAINERS, "objects and lists"),
+        (b'{"a\\"[":"\\\\"}', MAX_CONTAINERS, "objects and lists"),
+    ],
+)
+def test_values_are_counted_before_a_body_is_decoded(
+    item: bytes, limit: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode(make_body(b"[" + b",".join([item] * (limit - 10)) + b"]"), Whole)
+    decode(make_body(b'"' + b"[{," * limit + b'"'), Whole)
+    monkeypatch.setattr(Whole, "parse", None)
+    with pytest.raises(InvalidRequest, match=rf"^free: \d+ {what}, the limit is {limit}$") as caught:
+        decode(make_body(b"[" + b",".join([item] * (limit + 1)) + b"]"), Whole)
+    assert caught.value.field == "free"
+
+
+def test_a_body_that_is_no_json_is_counted_as_far_as_it_is() -> None:
+    lists = b",".join([b"[]"] * (MAX_CONTAINERS + 1))
+    for start, reason in ((b"[NaN,", "the limit is"), (b'[\\"', "the limit is"), (b'["', "not valid JSON")):
+        with pytest.raises(InvalidRequest, match=reason):
+            decode(make_body(start + lists), Whole)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_SOURCE
 from cllm.testing import FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
 from cllm.text.chat_format import DECLARED, CallStyle, ChatFormat, Tool, WrittenCall, write_calls
@@ -177,3 +178,28 @@ def test_no_grammar_where_a_text_may_start_like_a_call() -> None:
     for mark in ("<|start|>assistant to=user<|message|>", "<|end_header_id|>\n\n>>>all\n"):
         assert make_call_grammar(formats[mark], [NOTHING], parallel=True, forced=False) is None
         assert make_call_grammar(formats[mark], [NOTHING], parallel=True) is not None
+
+
+WIDE = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 12} for n in range(9)}
+LARGE = {"$defs": {"9": {"type": "string", "description": "x" * 100_000}}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**WIDE, "9": {"enum": [1]}}},
+        {"properties": {f"p{n}": {"$ref": "#/$defs/9"} for n in range(1000)}, **LARGE},
+        {"properties": {f"p{n}": {} for n in range(1000)}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "null"}]}}},
+    ],
+    ids=["alternatives", "definitions", "optional arguments", "recursive"],
+)
+def test_a_grammar_of_calls_is_never_larger_than_its_limits(name: str, schema: dict[str, Any]) -> None:
+    """Schemas that refer to each other are written out in some formats: twelve to the ninth were."""
+    try:
+        spec = make_call_grammar(FORMATS[name], [Tool("a", "", schema)], parallel=True)
+    except InvalidRequest as error:
+        assert error.field == "tools" and "the limit is" in error.message
+    else:
+        assert spec is not None and len(spec.source) < 16 * MAX_SOURCE

@@ -113,20 +113,19 @@ def test_the_guard_ends_a_process_that_no_count_can_stop() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no timer of their own")
 def test_the_guard_counts_the_rendering_thread_alone() -> None:
     code = (
-        "import threading, time\n"
+        "import signal, threading, time\n"
         "from cllm.text import chat_template\n"
-        "chat_template.GUARD_LIMIT_S = 0.1\n"
         "others = lambda: [None for _ in iter(lambda: time.process_time() > 0.5, True)]\n"
         "busy = threading.Thread(target=others)\n"
-        "with chat_template.deadly_guard():\n"
+        "with chat_template.deadly_guard(0.1, signal.SIGXCPU):\n"
         "    busy.start()\n"
         "    busy.join()\n"
         "print('alive', flush=True)\n"
-        "with chat_template.deadly_guard():\n"
+        "with chat_template.deadly_guard(0.1, signal.SIGXCPU):\n"
         "    others(), [None for _ in iter(lambda: time.thread_time() > 60, True)]\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert done.stdout == b"alive\n" and done.returncode == -signal.SIGPROF
+    assert done.stdout == b"alive\n" and done.returncode == -signal.SIGXCPU
 
 
 # Built-in templates -----------------------------------------------------------------------------------

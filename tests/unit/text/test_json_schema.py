@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,20 +17,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_COMBINATIONS, MAX_OBJECT_PROPERTIES, MAX_PROPERTIES, MAX_REFERENCES
 from cllm.testing import FakeVocabulary
 from cllm.text import json_schema
+from cllm.text.call_grammar import make_call_grammar
+from cllm.text.chat_format import Tool
 from cllm.text.json_schema import (
-    MAX_REFERENCES,
     check_end,
+    check_schemas,
     close_objects,
     close_schemas,
     find_combined,
     get_text_expression,
+    get_types,
     parse_schemas,
 )
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintKind, ConstraintSpec
 from tests.driver.masks import takes_text
+from tests.unit.text.formats import FORMATS
 
 ROOT = Path(__file__).parents[3]
 COMPILER, MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
@@ -196,24 +202,22 @@ def test_schemas_of_a_grammar_are_bounded_before_they_are_parsed() -> None:
         parse_schemas(ConstraintSpec(ConstraintKind.GRAMMAR, source))
 
 
-def find_combined_slowly(schema: Any) -> set[str]:
+def find_combined_slowly(root: Any) -> set[int]:
     """The rule as it is said: look at everything again until nothing more is found."""
-    combined: set[str] = set()
+    combined: set[int] = set()
 
-    def look(schema: Any, place: str, is_part: bool) -> None:
+    def look(schema: Any, is_part: bool) -> None:
         if not isinstance(schema, dict):
             return
-        is_part = is_part or json_schema._count_parts(schema) > 1 or place in combined
-        if is_part and "$ref" in schema:
-            combined.add(schema["$ref"])
-        json_schema._map_schemas(
-            schema, lambda inner, path, same: look(inner, f"{place}/{path}", same and is_part)
-        )
+        is_part = is_part or json_schema._count_parts(schema) > 1 or id(schema) in combined
+        if is_part and (target := json_schema._follow(root, schema.get("$ref", ""))) is not None:
+            combined.add(id(target))
+        json_schema._map_schemas(schema, lambda inner, same: look(inner, same and is_part))
 
     known = -1
     while known < len(combined):
         known = len(combined)
-        look(schema, "#", False)
+        look(root, False)
     return combined
 
 
@@ -240,6 +244,7 @@ SCHEMAS = st.recursive(
 
 @given(SCHEMAS)
 def test_combined_references_are_those_of_the_rule(schema: Any) -> None:
+    schema = json.loads(json.dumps(schema))  # no object in two places
     assert find_combined(schema) == find_combined_slowly(schema)
 
 
@@ -259,6 +264,97 @@ def test_a_chain_of_references_is_followed_once(monkeypatch: pytest.MonkeyPatch)
     schema = {"$ref": f"#/$defs/{count - 1}", "properties": {"x": {}}, "$defs": {"0": last, **links}}
     assert "additionalProperties" not in close_objects(schema)["$defs"]["0"]
     assert visits < 4 * count
+
+
+def test_a_schema_is_followed_once_however_it_is_referred_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each spelling of a reference was followed through the whole schema again."""
+    count, visits = 200, 0
+    plain = json_schema._map_schemas
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal visits
+        visits += 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(json_schema, "_map_schemas", counted)
+    close_objects({"allOf": [{"$ref": f"#{number}"} for number in range(count)]})
+    assert visits < 4 * count
+
+
+UNION = {"anyOf": [A, B, {"type": "object", "properties": {"c": {}}, "required": ["c"]}]}
+SHARED = {"$ref": "#/$defs/x"}
+
+
+def together(part: Any, count: int = 8) -> dict[str, Any]:
+    return {"$defs": {"x": UNION}, "allOf": [part] * count}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        together(SHARED),  # 464 bytes that were compiled for more than 20 s
+        together(UNION),
+        together({"anyOf": [SHARED]}),
+        together({"properties": {"k": SHARED}}),
+        together({"properties": {"k": {"properties": {"k": SHARED}}}}),
+        together({"items": SHARED}),
+        together({"additionalProperties": {"oneOf": [SHARED, {"type": "null"}]}}),
+        {**together(SHARED, 3), **UNION, "properties": {"k": together(SHARED, 7)}, "$ref": "#"},
+    ],
+    ids=str,
+)
+def test_combinations_are_counted_before_native_code(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^tools: .*combinations, the limit is {MAX_COMBINATIONS}"):
+        check_schemas([schema], "tools")
+    tools = [Tool("a", "", {"$defs": {"x": UNION}, "properties": {"a": schema}})]
+    with pytest.raises(InvalidRequest, match="combinations"):
+        make_call_grammar(FORMATS["hermes"], tools, parallel=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        together(SHARED, 4),
+        {"properties": {f"p{n}": UNION for n in range(100)}, "required": ["p1"], "anyOf": [A, B]},
+        {"properties": {"left": {"$ref": "#"}}, "allOf": [{"properties": {"left": {"$ref": "#"}}}], **UNION},
+        {"allOf": [{"properties": {f"p{n}": {"anyOf": [A, {"type": "null"}]} for n in range(9)}}] * 2},
+        {"allOf": 3, "anyOf": {}, "properties": [], "$ref": 7},
+    ],
+    ids=str,
+)
+def test_usual_combinations_are_not_refused(schema: Any) -> None:
+    check_schemas([schema], "tools")
+
+
+def test_properties_are_counted_before_native_code() -> None:
+    """4,000 optional ones took 6.5 s to check, and were refused in mid-answer."""
+    for count in (1, MAX_OBJECT_PROPERTIES, MAX_OBJECT_PROPERTIES + 1):
+        schema: Any = {"properties": {f"p{number}": {} for number in range(count)}}
+        few = count <= MAX_OBJECT_PROPERTIES
+        with nullcontext() if few else pytest.raises(InvalidRequest, match="properties of one object"):
+            check_schemas([schema], "tools")
+    with pytest.raises(InvalidRequest, match=f" properties, the limit is {MAX_PROPERTIES}$") as refused:
+        half: Any = {"properties": {f"p{number}": {} for number in range(MAX_OBJECT_PROPERTIES)}}
+        parse_schemas(ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps({"anyOf": [half] * 5})))
+    assert refused.value.field == "response_format"
+
+
+def test_types_of_a_schema_are_found_in_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two references to the next of 60 schemas were 2^60 looks."""
+    looks = 0
+    plain = json_schema._find_types
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        assert looks < 1000
+        return plain(*arguments)
+
+    monkeypatch.setattr(json_schema, "_find_types", counted)
+    definitions: dict[str, Any] = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(60)}
+    root = {"$defs": {**definitions, "60": {"type": "string"}}}
+    get_types({"$ref": "#/$defs/40"}, root)
+    assert get_types({"$ref": "#/$defs/50"}, root) == {"string"}
 
 
 _DEEPEST = """

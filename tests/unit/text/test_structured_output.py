@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import re
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -18,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_MASK_MS
 from cllm.messages import Prepare, Report, StepReport
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text import structured_output
@@ -176,6 +182,39 @@ def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
     task = Prepare((RawText(("x",)),), constraint=bad)
     refused = TokenizerWorker(FakeVocabulary(), None).perform(task)
     assert isinstance(refused, Failure) and "\n" not in refused.message
+
+
+OPTIONAL = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+
+
+def test_a_grammar_that_fails_in_mid_answer_is_refused_before() -> None:
+    """A thousand optional properties are compiled, and fail at the second token."""
+    bad = spec("json_schema", json.dumps(OPTIONAL))
+    COMPILER.compile(bad)
+    with pytest.raises(InvalidRequest, match=f"^{bad.field}: too complex to be followed") as refused:
+        COMPILER.check(bad)
+    assert refused.value.field == bad.field
+
+
+def test_a_grammar_of_slow_masks_is_refused_by_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for step_s, refusal in ((MAX_MASK_MS / 1000, ""), (MAX_MASK_MS / 1000 + 0.001, "regex: 26 ms a mask")):
+        ticks = itertools.count()
+        clock = SimpleNamespace(thread_time=lambda step_s=step_s, ticks=ticks: next(ticks) * step_s)
+        monkeypatch.setattr(structured_output, "time", clock)
+        with pytest.raises(InvalidRequest, match=refusal) if refusal else nullcontext():
+            GrammarCompiler(FakeVocabulary()).check(spec("regex", "[a-z]{3}"))
+
+
+def test_a_grammar_is_compiled_under_the_guard_of_its_thread() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        entered.append(threading.current_thread().name)
+        yield
+
+    GrammarCompiler(FakeVocabulary(), guard=guard).check(spec("regex", "ab"))
+    assert entered and all(name.startswith("cllm-compile") for name in entered)
 
 
 def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:

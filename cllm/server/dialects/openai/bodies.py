@@ -10,15 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from cllm.chat import conversation as chats
+from cllm.limits import MAX_CHOICES, MAX_MESSAGES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS
 from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
 from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
-MAX_CHOICES = 64
-MAX_PROMPTS = 256
-MAX_MESSAGES = 4096
-MAX_TOOLS = 4096
 QUESTION = "What is AI?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 REASONING = "The user wants to know what AI is."
@@ -68,7 +65,7 @@ Effort = Annotated[
     Annotated[str, Meta(max_length=32)] | None,
     about("A variable for the chat template; `none` switches reasoning off", "low"),
 ]
-Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=16)]
+Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)]
 STOP = "Texts that end the answer and are not part of it; an empty one is none"
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 

@@ -23,6 +23,7 @@ from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
+from cllm.server.turns import run_in_turn
 from cllm.types import FinishReason, TokenLogprob
 
 _json = msgspec.json.Encoder()
@@ -295,7 +296,7 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
         logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
     )
-    session = await open_chat(engine, body.conversation(), request, body.n)
+    session = await open_chat(engine, await run_in_turn(http, body.conversation), request, body.n)
     name = body.model or loaded(engine)[0].name
     head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)

@@ -18,11 +18,12 @@ from starlette.responses import Response
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai.bodies import MAX_CHOICES, MAX_PROMPTS, OpenAIBody, TopLogprobs
+from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, get_timings

@@ -17,6 +17,7 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.limits import MAX_INPUTS
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
 from cllm.server.body import Body, ModelName, Name, TokenId, about
 from cllm.server.dialects.cllm import cllm
@@ -28,7 +29,6 @@ from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import RAW, Pooling, Request, to_vector
 
-MAX_INPUTS = 2048
 ENTRIES_AT_A_TIME = 64
 TokenizedInputs = tuple[tuple[int, ...], ...]
 
@@ -290,7 +290,7 @@ async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> Tok
         if not tokens:
             tokens = next(whole)
         elif len(tokens) < len(pieces):
-            tokens = await tokenize(engine, pieces, add_special=True, parse_special=False)
+            tokens = await tokenize(engine, pieces, field, add_special=True, parse_special=False)
         if limit and len(tokens) > limit:
             raise ContextLengthExceeded.of_input(index, len(tokens), limit, field)
         found.append(tokens)
