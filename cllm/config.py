@@ -213,7 +213,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[str, _option("debug, info, warning, error.", metavar="LEVEL", pattern=LEVELS)] = (
         "info"
     )
-    queue_size: Annotated[int, _option("Waiting requests; one more gets a 429.", 1)] = 1024
+    queue_size: Annotated[
+        int, _option("Waiting requests; one more gets a 429, unless its tenant holds less than its share.", 1)
+    ] = 1024
     queue_tokens: Annotated[int, _rare("Waiting prompt tokens; more get a 429. 0: no limit.", 0)] = 1 << 20
     max_timeout_s: Annotated[float, _option("Time limit of one request, seconds. 0: none.", 0)] = 600.0
     drain_s: Annotated[float, _option("Time for requests to finish after SIGTERM, seconds.", 0)] = 30.0

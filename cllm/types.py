@@ -309,7 +309,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0  # prompt and generated together
     concurrent: Annotated[int, Meta(ge=0)] = 0  # waiting and running together
-    max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
+    # Up to this its requests go before other tenants'; None orders its own requests alone by their priority.
+    max_priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
 
     @property
     def admin(self) -> bool:

@@ -111,7 +111,7 @@ class RowResult(NamedTuple):
     error: str | None = None  # no token could be sampled for this row; its memory is as computed
     scored: tuple[TokenLogprob, ...] = ()  # one for each of `Row.scored`
     embedding: bytes = b""  # float32, of an EMBED row
-    sample_s: float = 0.0  # its part of the step's `sample_s`
+    sample_s: float = 0.0  # its part of the step's `sample_s`, but for what was scored
 
 
 class StepResult(NamedTuple):

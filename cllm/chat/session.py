@@ -57,7 +57,7 @@ async def open_chat(
 
     `request` gives everything but the prompt. A constraint of it is for the text of the answer.
     """
-    engine.check_capacity()
+    engine.check_capacity(request.tenant)
     limit = loaded(engine)[1].request_tokens
     texts = (conversation.prediction,) if conversation.prediction else ()
     chat = conversation.for_template()

@@ -49,15 +49,17 @@ class OutputWriter:
                 request_id=sequence.id,
                 text=sequence.stopping.detokenize(tokens, self._vocabulary) if text is None else text,
                 tokens=tokens,
-                logprobs=tuple(map(self._with_pieces, logprobs)),
-                prompt_logprobs=tuple(map(self._with_pieces, scored)),
+                logprobs=tuple(map(self.spell, logprobs)),
+                prompt_logprobs=tuple(map(self.spell, scored)),
                 **more,
             )
             for sequence, tokens, text, logprobs, scored, more in outputs
         ]
 
-    def _with_pieces(self, entry: TokenLogprob) -> TokenLogprob:
+    def spell(self, entry: TokenLogprob) -> TokenLogprob:
         """A log-probability with the bytes of its tokens: the HTTP process has no vocabulary."""
+        if entry.pieces:
+            return entry
         piece = self._vocabulary.piece
         pieces = (piece(entry.token), *(piece(token) for token, _ in entry.top))
         return TokenLogprob(entry.token, entry.logprob, entry.top, pieces)

@@ -6,10 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
+
+
+class PromptPart(NamedTuple):
+    """Tokens of a prompt that are to be computed, or that a step computes."""
+
+    position: int
+    tokens: int
+    scored: bool = False  # their log-probabilities are wanted
 
 
 class ChunkCost:
@@ -22,13 +31,14 @@ class ChunkCost:
         self,
         step: StepCost,
         rows: StepShape,
-        prompts: List[tuple[int, int]],
+        prompts: List[tuple[int, int] | PromptPart],
         *,
         split: bool,
         sampling_s: float = 0.0,
     ) -> None:
         self._step, self._rows, self._split = step, rows, split
-        self._prompts, self._lengths = prompts, [left for _, left in prompts]
+        self._prompts = [PromptPart(*each) for each in prompts]
+        self._lengths = [prompt.tokens for prompt in self._prompts]
         self._sampling_s = sampling_s
         self._rows_s = step.seconds(rows) if rows.rows else 0.0
         self.offset = get_offset(rows.rows, split=split)
@@ -38,21 +48,23 @@ class ChunkCost:
         """The step with a chunk of up to `tokens`, divided between the prompts."""
         parts = divide(tokens, self._lengths, self.offset)
         found = zip(self._prompts, parts, strict=False)
-        return self._shape([(position, part) for (position, _), part in found if part])
+        return self._shape([prompt._replace(tokens=part) for prompt, part in found if part])
 
-    def _shape(self, parts: List[tuple[int, int]]) -> StepShape:
+    def _shape(self, parts: List[PromptPart]) -> StepShape:
         """With split KV a row's first token is computed along with the decoding rows, and every length that
         differs takes another ubatch.
         """
         rows, attended, tiled = self._rows.rows, self._rows.attended, 0.0
-        prefill = sum(part for _, part in parts)
+        prefill = sum(part.tokens for part in parts)
+        scored = sum(part.tokens for part in parts if part.scored)
         first = int(rows > 0)
-        for position, part in parts:
+        for position, part, _ in parts:
             together = part - first if self._split else prefill + rows
             pairs = attended_pairs(part, position, together)
             attended, tiled = attended + pairs[0], tiled + pairs[1]
-        lengths = {part for _, part in parts if part > first}
-        return StepShape(first + len(lengths) if self._split else 1, prefill, rows, attended, tiled)
+        lengths = {part.tokens for part in parts if part.tokens > first}
+        ubatches = first + len(lengths) if self._split else 1
+        return StepShape(ubatches, prefill, rows, attended, tiled, scored)
 
     def seconds(self, tokens: int) -> float:
         return self._step.seconds(self.shape(tokens)) + self._sampling_s
@@ -63,7 +75,8 @@ class ChunkCost:
         whole, rest = divmod(self.wanted, shape.prefill_tokens)
         total_s = whole * (self._step.seconds(shape) - self._rows_s)
         if rest:
-            total_s += self._step.seconds(self._shape([(self._prompts[-1][0], rest)])) - self._rows_s
+            last = self._shape([self._prompts[-1]._replace(tokens=rest)])
+            total_s += self._step.seconds(last) - self._rows_s
         return total_s / self.wanted
 
 
@@ -133,7 +146,8 @@ class PrefillBudget:
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
-        decoding = self._defer([sequence for sequence in sequences if sequence not in prompts])
+        rows = [sequence for sequence in sequences if sequence not in prompts]
+        decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
             return shares
@@ -142,11 +156,13 @@ class PrefillBudget:
             begin = int(self._turn % self.OLDEST_FIRST == 0)
             prompts[begin:] = sorted(prompts[begin:], key=urgency)
         room = self.prefill_tokens(
-            len(decoding),
+            max(len(decoding), int(bool(rows))),  # those left out wait for their token, too
             context=sum(sequence.num_computed for sequence in decoding),
             sampling_s=sum(sequence.sample_s for sequence in decoding),
-            prompts=[(prompt.num_computed, prompt.computable) for prompt in prompts],
-            streamed=any(sequence.request.streamed for sequence in decoding),
+            prompts=[
+                PromptPart(prompt.num_computed, prompt.computable, prompt.unscored > 0) for prompt in prompts
+            ],
+            streamed=any(sequence.request.streamed for sequence in rows),
         )
         offset = get_offset(len(decoding), split=self.cost.split)
         parts = divide(room, [prompt.computable for prompt in prompts], offset)
@@ -167,27 +183,31 @@ class PrefillBudget:
         step_s = step.seconds(StepShape(1, 0, rows, context))
         return rows * (step.ubatch + (tokens - 1) * step.prefill_token) < (tokens - 1) * step_s
 
-    def _defer(self, decoding: list[Sequence]) -> list[Sequence]:
+    def _defer(self, decoding: list[Sequence], *, prefills: bool = False) -> list[Sequence]:
         """Those that take part in the next step: costly samplers pay for their time with turns.
 
         With all samplers a step may take `SAMPLING_SHARE` longer than all rows do without any. Cheap samplers
         (no more than an even part of that, or not `COSTLY` times as costly as the cheapest) always take part.
         The costly ones share what is left, in turn: a row that is left out saves its own time, too. Where all
-        are costly, all take part.
+        are costly, all take part, unless the step `prefills`: then they must leave most of it to prompts.
         """
         total_s = sum(sequence.sample_s for sequence in decoding)
         if total_s == 0 or not self.defers or (step := self.cost.step) is None:
             return decoding
         rows_s = [step.row + step.attended * sequence.num_computed for sequence in decoding]
-        allowed_s = self.SAMPLING_SHARE * (step.ubatch + sum(rows_s))
-        cheapest_s = sorted(sequence.sample_s for sequence in decoding)[len(decoding) // 10]
+        allowed_s, limit_s = self.SAMPLING_SHARE * (step.ubatch + sum(rows_s)), self.max_step_s / self.COSTLY
+        prefills = prefills and total_s > limit_s
+        samplers_s = sorted(sequence.sample_s for sequence in decoding)
+        cheapest_s = 0.0 if prefills else samplers_s[len(decoding) // 10]
         costly_s = max(allowed_s / len(decoding), self.COSTLY * cheapest_s)
         costly = {
             sequence: row_s + sequence.sample_s
             for sequence, row_s in zip(decoding, rows_s, strict=True)
             if sequence.sample_s > costly_s
         }
-        if total_s <= allowed_s or len(costly) == len(decoding):
+        if len(costly) == len(decoding):
+            allowed_s = limit_s if prefills else total_s
+        if total_s <= allowed_s:
             return decoding
         left_s = allowed_s - total_s + sum(costly.values())
         self._sampling_credit_s = min(self._sampling_credit_s, 0.0) + left_s
@@ -205,7 +225,7 @@ class PrefillBudget:
         *,
         context: int = 0,
         sampling_s: float = 0.0,
-        prompts: List[tuple[int, int]] = (),
+        prompts: List[tuple[int, int] | PromptPart] = (),
         streamed: bool = True,
     ) -> int:
         """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
@@ -113,7 +114,7 @@ class Scheduler(StepGroup[Sequence]):
         self.layout = KVLayout(runner.limits)
         self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            *(self.pool, self.transfer, disk, self.layout),
+            *(self.pool, self.transfer, disk, self.layout, self.running),
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -315,7 +316,7 @@ class Scheduler(StepGroup[Sequence]):
         sequence.ubatches += ubatches
         sequence.sample_s = sequence.mask_s + outcome.sample_s
         if sequence.stops and sequence.num_computed >= sequence.stops[0]:
-            self.prefix_cache.checkpoint(sequence, self.running.values())
+            self.prefix_cache.checkpoint(sequence)
         if row.outputs > 1:
             drafted, rejected = row.outputs - 1, row.outputs - len(outcome.tokens)
             if sequence.drafts is not None:
@@ -327,7 +328,8 @@ class Scheduler(StepGroup[Sequence]):
             self._fail(sequence, EngineError(outcome.error))
             return
         if sequence.unscored:
-            sequence.score(outcome.scored, sequence.unscored)
+            # Spelled step by step: thousands at once would hold up all others.
+            sequence.score([*map(self._outputs.spell, outcome.scored)], sequence.unscored)
         if not outcome.tokens:
             if not sequence.pending:  # nothing but the prompt was wanted
                 self._finish(sequence, FinishReason.LENGTH)
@@ -386,8 +388,13 @@ class Scheduler(StepGroup[Sequence]):
                 self._fail(sequence, error)
 
     def _preempt(self) -> None:
-        """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
-        sequence = min(self.running.values(), key=lambda one: (one.request.priority, -one.arrival))
+        """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done.
+
+        Of the tenant that came last: a priority orders the requests of one tenant.
+        """
+        tenant = max(self.running.values(), key=attrgetter("arrival")).request.tenant
+        own = (one for one in self.running.values() if one.request.tenant == tenant)
+        sequence = min(own, key=lambda one: (one.request.priority, -one.arrival))
         if len(self.running) == 1:
             held = sequence.stopping.detokenizer.finish() if sequence.request.stop else ""
             self._finish(sequence, FinishReason.LENGTH, text=held)

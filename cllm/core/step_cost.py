@@ -41,6 +41,7 @@ class StepShape(NamedTuple):
     rows: int  # rows with one token
     attended: float  # pairs of a token and a cell before it, token by token
     tiled: float = 0.0  # such pairs in tiles
+    scored: int = 0  # tokens of prompts whose log-probabilities are wanted: each takes a line of logits
 
     @classmethod
     def of(cls, batch: Batch, ubatches: int, *, split: bool) -> StepShape:
@@ -61,7 +62,8 @@ class StepShape(NamedTuple):
             pairs = attended_pairs(count, row.position, count - first if split else together)
             attended += pairs[0]
             tiled += pairs[1]
-        return cls(ubatches, prefill, single, attended, tiled)
+        scored = sum(len(row.scored) for row in batch.rows)
+        return cls(ubatches, prefill, single, attended, tiled, scored)
 
 
 def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:
@@ -80,6 +82,7 @@ class StepCost(NamedTuple):
     row: float
     attended: float
     tiled: float = 0.0
+    scored: float = 0.0
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -88,6 +91,7 @@ class StepCost(NamedTuple):
             + self.row * shape.rows
             + self.attended * shape.attended
             + self.tiled * shape.tiled
+            + self.scored * shape.scored
         )
 
 
@@ -148,7 +152,7 @@ class StepCostModel:
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
     # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
-    UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
+    UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2, TILE], float)
     DOUBT_AFTER = REMEMBERED  # times that drafts seemed too expensive
     GAIN_WEIGHT, WORST_GAIN = 0.1, -2.0  # of one more step
 
@@ -165,7 +169,7 @@ class StepCostModel:
         self.records = records  # as a GPU does: a step that differs makes those after it slower
         self._batch1 = batch1 or BATCH1_DRAFT_COST
         self.frozen = frozen
-        self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
+        self._samples: dict[tuple[int, ...], deque[_Sample]] = {}
         self._number = 0
         self._fitted = 0  # the number of the last step that is in the estimate
         self._surprised = False
@@ -202,7 +206,8 @@ class StepCostModel:
         self._number += 1
         # Steps of one kind are alike in size: each figure is within a factor of two (context: four).
         context = int(shape.attended + shape.tiled) // max(1, shape.prefill_tokens + shape.rows)
-        kind = shape.prefill_tokens.bit_length(), shape.rows.bit_length(), context.bit_length() // 2
+        sizes = shape.prefill_tokens, shape.rows, shape.scored
+        kind = (*(size.bit_length() for size in sizes), context.bit_length() // 2)
         alike = self._samples.pop(kind, None) or deque(maxlen=REMEMBERED)
         alike.append(_Sample(shape, seconds, self._number))
         self._samples[kind] = alike  # the kind seen last is the last

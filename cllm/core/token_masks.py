@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from cllm.core.sequence import Sequence
+from cllm.core.step_cost import MILLISECOND
 from cllm.errors import CllmError
 from cllm.text.structured_output import MaskBuilder
 from cllm.types import TokenMask, Vocabulary
@@ -31,11 +32,13 @@ class TokenMasks:
         masks: dict[str, TokenMask] = {}
         failed: list[tuple[Sequence, CllmError]] = []
         constrained = [(each, grammar) for each in sampling if (grammar := each.stopping.grammar) is not None]
-        if constrained:
+        # Masks that may be costly are built and timed one by one: each sequence pays for its own.
+        quick = [pair for pair in constrained if 0 < pair[0].mask_s < MILLISECOND]
+        for group in (quick, *([pair] for pair in constrained if pair not in quick)):
             started = time.perf_counter()
-            found = self._grammars.masks([grammar for _, grammar in constrained])
-            mask_s = (time.perf_counter() - started) / len(constrained)
-            for (sequence, _), mask in zip(constrained, found, strict=True):
+            found = self._grammars.masks([grammar for _, grammar in group]) if group else []
+            mask_s = (time.perf_counter() - started) / max(1, len(group))
+            for (sequence, _), mask in zip(group, found, strict=True):
                 sequence.mask_s = mask_s
                 if isinstance(mask, CllmError):
                     failed.append((sequence, mask))

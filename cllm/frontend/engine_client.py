@@ -170,13 +170,13 @@ class EngineClient:
 
     # Requests ----------------------------------------------------------------------------------------
 
-    def check_capacity(self) -> None:
-        """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
+    def check_capacity(self, tenant: str = "") -> None:
+        """Raise what `submit` would raise for any request of a tenant: before a prompt is even tokenised."""
         try:
             if self.health in _CLOSED:
                 raise self._closed_error()
             if self._queue.states:
-                self._queue.refuse_if_full(1)
+                self._queue.refuse_if_full(1, self.tenants.open(tenant))
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise

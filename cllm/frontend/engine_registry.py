@@ -48,6 +48,7 @@ MAX_WAIT_S = 600.0  # for a model to be loaded, where requests have no time limi
 MAX_LISTED = 20  # names in an error
 LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
+CLOSED_S = 10.0  # how long a busy model takes no requests for another that waits for its memory, at first
 
 
 class ModelLease(msgspec.Struct, eq=False):
@@ -186,8 +187,8 @@ class EngineRegistry:
 
     # Using a model -----------------------------------------------------------------------------------
 
-    async def use(self, model: ServedModel, timeout_s: float | None = None) -> ModelLease:
-        """Load the model if need be, and keep it loaded until the lease is released.
+    async def use(self, model: ServedModel, timeout_s: float | None = None, tenant: str = "") -> ModelLease:
+        """Load the model if need be, for a tenant, and keep it loaded until the lease is released.
 
         Raises ModelDoesNotFit, EngineNotReady (it could not be loaded), QueueFull, DeadlineExceeded.
         """
@@ -195,18 +196,19 @@ class EngineRegistry:
             model.users += 1
             model.used_at = time.monotonic()
         else:
-            await self._wait_loaded(model, timeout_s)
+            await self._wait_loaded(model, timeout_s, tenant)
         log.debug("model %s is used, %d users", model.name, model.users)
         assert model.engine is not None
         return ModelLease(model, model.engine, self._changed)
 
-    async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
+    async def _wait_loaded(self, model: ServedModel, timeout_s: float | None, tenant: str) -> None:
         """Wait for a load; the caller is a user of the model then."""
-        waiting = sum(len(each.waiters) for each in self.served)
+        waiting = [name for each in self.served for name in each.waiters.values()]
+        account, held = self._tenants.open(tenant), waiting.count(tenant)
         if self._closing:
             raise ShuttingDown("the server is shutting down and takes no new requests")
-        if waiting >= self._queue_size:
-            raise QueueFull(waiting, self._queue_size, LOOK_S)
+        if len(waiting) >= (size := self._queue_size) and self._tenants.has_share(account, held, size):
+            raise QueueFull(len(waiting), size, LOOK_S)
         if model.loading is None and model.error is not None and (rest_s := model.rest_s):
             again = f"{model.error.message}; it is tried again in {math.ceil(rest_s)} s"
             refusal = from_code(model.error.code, again)
@@ -214,7 +216,7 @@ class EngineRegistry:
                 refusal.retry_after_s = rest_s
             raise refusal
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        model.waiters.append(waiter)
+        model.waiters[waiter] = tenant
         if model.loading is None:
             model.loading = asyncio.create_task(self._load(model))
         limit_s = min(timeout_s or self._max_wait_s, self._max_wait_s)
@@ -223,7 +225,7 @@ class EngineRegistry:
                 await waiter
         except BaseException as error:
             if waiter in model.waiters:
-                model.waiters.remove(waiter)
+                del model.waiters[waiter]
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 model.users -= 1  # it was admitted in the same moment
             self._changed.set()
@@ -252,7 +254,7 @@ class EngineRegistry:
                 model.fail(error)
             elif model.loaded:
                 model.admit()
-            elif model.waiters:  # they came when the load had been given up
+            elif model.waiters:  # they came when the load had been given up, or its turn is over
                 model.loading = asyncio.create_task(self._load(model))
 
     async def _load_now(self, model: ServedModel) -> None:
@@ -309,19 +311,26 @@ class EngineRegistry:
         )
 
     async def _make_room(self, model: ServedModel, needed: Memory) -> bool:
-        """Unload others until this one fits; False when no request waits for it any more.
+        """Unload others until this one fits; False when no request waits for it, or its turn is over.
 
         Where only busy models stand in the way, they take no more requests until they are unloaded: else
         requests for this one could wait without end. Those that come in for them wait for their own turn.
+        A long answer must not close a model to all others: half of a turn it takes requests again. The next
+        turn comes after those of other models that wait. It is twice as long, so that it ends any answer.
         """
+        began, closed_s = time.monotonic(), CLOSED_S * 2**model.turns
         try:
             while chosen := self._in_the_way(model, needed):
                 if not model.waiters:
+                    model.turns = 0
                     return False
                 if chosen[0].quiet:
                     await self._unload(chosen[0], f"least recently used, for {model.name}")
                     continue
-                self._let_leave(chosen)
+                if (waited_s := time.monotonic() - began) >= 2 * closed_s:
+                    model.turns += 1
+                    return False
+                self._let_leave(chosen if waited_s < closed_s else ())
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):

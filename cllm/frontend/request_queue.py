@@ -35,6 +35,7 @@ class RequestState(ResumableRequest):
     """An accepted request: its stage, its stream, its times (monotonic), its answer so far."""
 
     number = 0  # in the order of arrival, in its queue
+    rank = 0  # the priority that it has before requests of other tenants
     stage = Stage.QUEUED
     charged = False  # its prompt counts for its tenant; a replay is not charged again
 
@@ -52,6 +53,9 @@ class RequestState(ResumableRequest):
 
 class RequestQueue:
     """A queue in front of the engine, bounded by requests and prompt tokens. `FairQueue` gives the order.
+
+    The bound is for all tenants together; beyond it each may still hold its share. So no tenant can fill the
+    queue for another, an accepted request stays, and there are at most twice as many.
 
     Tokens that may be generated are not counted: few of them are, and one "as much as fits" would fill it.
 
@@ -130,12 +134,12 @@ class RequestQueue:
         elif limits is not None and tokens >= limits.request_tokens:
             raise ContextLengthExceeded(tokens, limits.request_tokens)
         assert request.id not in self.states, f"request {request.id} is here already"
-        tenant = self.tenants.accounts.get(request.tenant) or self.tenants.open(request.tenant)
+        tenant = self.tenants.open(request.tenant)
         now = time.monotonic()
         if tenant.limited:
             tenant.check(request, now)
         if self.states:
-            self.refuse_if_full(tokens)
+            self.refuse_if_full(tokens, tenant)
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, now)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
@@ -151,14 +155,19 @@ class RequestQueue:
         queue.push(state)
         return state
 
-    def refuse_if_full(self, tokens: int) -> None:
-        """Raise QueueFull if the queue has no room for a prompt of `tokens` tokens."""
+    def refuse_if_full(self, tokens: int, tenant: Tenant) -> None:
+        """Raise QueueFull if the queue has no room for a prompt of `tokens` tokens.
+
+        A tenant that holds less than its share of a full queue is let in all the same.
+        """
         count, waiting_tokens = self.waiting
-        if count >= self.queue_size:
+        has_share = self.tenants.has_share
+        if count >= self.queue_size and has_share(tenant, tenant.waiting, self.queue_size):
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(count, self.queue_size, retry_after_s)
         # A prompt larger than the whole queue may wait alone: it could never be accepted otherwise.
-        if self.queue_tokens and count and waiting_tokens + tokens > self.queue_tokens:
+        full = self.queue_tokens and count and waiting_tokens + tokens > self.queue_tokens
+        if full and tenant.waiting and has_share(tenant, tenant.waiting_tokens + tokens, self.queue_tokens):
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(waiting_tokens, self.queue_tokens, retry_after_s, what="prompt tokens")
 
@@ -276,13 +285,33 @@ def _check_inputs(request: Request, limits: Limits | None) -> None:
             raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)
 
 
-class Line(OrderedDict[RequestState, None]):
-    """The waiting requests of one tenant in a priority class, the oldest first. Never empty while it stands.
+class Lane(OrderedDict[RequestState, None]):
+    """The waiting requests of one tenant and one priority, the oldest first. Never empty while it stands.
 
     A request is taken out anywhere in constant time, as those that are cancelled are.
     """
 
+    priority: int
+    served: float  # as that of a priority class
+
+
+class Line(dict[int, Lane]):
+    """The waiting requests of one tenant in a priority class, by their own priority."""
+
     tenant: Tenant
+
+    @property
+    def oldest(self) -> int:
+        """The number of the request that has waited longest; 0 if there is none."""
+        return min((next(iter(lane)).number for lane in self.values()), default=0)
+
+    def next_lane(self, now: float) -> Lane:
+        return min(self.values(), key=lambda lane: get_turn(lane, now))
+
+
+def get_turn(waiting: Lane | PriorityClass, now: float) -> float:
+    """When its turn comes, the least first: by priority, one more for each `AGEING_S` without a turn."""
+    return -waiting.priority - (now - waiting.served) / FairQueue.AGEING_S
 
 
 @dataclass(eq=False)
@@ -311,7 +340,7 @@ class PriorityClass:
             heapq.heappush(even, (number, line))
         while even:
             number, line = even[0]
-            first = next(iter(line)).number if line else 0
+            first = line.oldest
             if not line:
                 heapq.heappop(even)
             elif (had := line.tenant.virtual) > virtual_time:
@@ -323,7 +352,7 @@ class PriorityClass:
                 return line
         while True:
             had, number, line = ahead[0]
-            first = next(iter(line)).number if line else 0
+            first = line.oldest
             if not line:
                 heapq.heappop(ahead)
             elif line.tenant.virtual > had or first > number:
@@ -336,7 +365,7 @@ class PriorityClass:
         del self.lines[tenant]
         if len(self.even) + len(self.ahead) > 2 * len(self.lines) + self.SPARE:
             self.ahead.clear()
-            self.even = [(next(iter(line)).number, line) for line in self.lines.values()]
+            self.even = [(line.oldest, line) for line in self.lines.values()]
             heapq.heapify(self.even)
 
 
@@ -346,9 +375,11 @@ class FairQueue:
     1. **Priority with ageing.** The class with the highest rank goes first: its priority, plus one for each
        `AGEING_S` seconds in which no request of it was let in, so that none starves. The class ages, not
        the request: else the long line of one tenant would, by its age alone, pass those of all others.
+       Without a `max_priority`, a tenant's requests are in class 0 or below: so they pass no other's.
     2. **Fair shares.** Within a class, the tenant with the least virtual time (tokens had, prompt and
        generated, divided by its weight). An idle tenant starts at the present virtual time, without credit.
-    3. **First come, first served** within a tenant and between tenants that are even.
+    3. **A tenant's own priority**, with ageing, orders its requests within a class.
+    4. **First come, first served** within a priority of a tenant and between tenants that are even.
 
     Requests replayed after a crash of the engine stand before all of this, in their old order.
     """
@@ -369,14 +400,15 @@ class FairQueue:
         yield from self.replayed
         for _, each in sorted(self._classes.items(), reverse=True):
             yield from sorted(
-                (state for line in each.lines.values() for state in line),
-                key=lambda state: state.number,
+                (state for line in each.lines.values() for lane in line.values() for state in lane),
+                key=lambda state: (-state.request.priority, state.number),
             )
 
     def push(self, state: RequestState) -> None:
         """Add a request; one that was in a crash goes back to the head, before all others."""
         tenant = state.tenant
         tenant.waiting += 1
+        tenant.waiting_tokens += state.input_tokens
         if tenant not in self._tenants.active:
             self._tenants.activate(tenant)
         self.count += 1
@@ -387,20 +419,24 @@ class FairQueue:
         self._pushed += 1
         state.number = self._pushed
         priority = state.request.priority
-        if (each := self._classes.get(priority)) is None:
-            each = self._classes[priority] = PriorityClass(priority, state.arrived)
+        state.rank = min(priority, 0) if tenant.limits.max_priority is None else priority
+        if (each := self._classes.get(state.rank)) is None:
+            each = self._classes[state.rank] = PriorityClass(state.rank, state.arrived)
         each.count += 1
         if (line := each.lines.get(tenant)) is None:
             line = each.lines[tenant] = Line()
             line.tenant = tenant
             heapq.heappush(each.even, (state.number, line))
-        line[state] = None
+        if (lane := line.get(priority)) is None:
+            lane = line[priority] = Lane()
+            lane.priority, lane.served = priority, state.arrived
+        lane[state] = None
 
     def pop(self, now: float, free: int = 1, kept: Mapping[Tenant, int] | None = None) -> RequestState | None:
         """Take the next request and advance virtual time; None if all `free` places are kept for others."""
         tenants, classes = self._tenants, list(self._classes.values())
         if len(classes) > 1:
-            classes.sort(key=lambda each: each.priority + (now - each.served) / self.AGEING_S, reverse=True)
+            classes.sort(key=lambda each: get_turn(each, now))
         for each in classes:
             line: Line | None = next(iter(each.lines.values()))
             if len(each.lines) > 1:
@@ -410,7 +446,7 @@ class FairQueue:
                 others = [tenant for tenant in kept if self._is_allowed(tenant, free, kept)]
                 line = min(
                     (each.lines[tenant] for tenant in others if tenant in each.lines),
-                    key=lambda line: (tenants.start_tag(line.tenant), next(iter(line)).number),
+                    key=lambda line: (tenants.start_tag(line.tenant), line.oldest),
                     default=None,
                 )
             if line is None:
@@ -422,8 +458,9 @@ class FairQueue:
                 least = min(other.virtual for other in tenants.active if other.waiting)
                 tag = max(tenants.virtual_time, least)
             tenants.virtual_time = tag
-            each.served = now
-            state = next(iter(line))
+            lane = line.next_lane(now)
+            each.served = lane.served = now
+            state = next(iter(lane))
             self.remove(state)
             return state
         return None
@@ -442,14 +479,17 @@ class FairQueue:
     def remove(self, state: RequestState) -> None:
         self.count -= 1
         state.tenant.waiting -= 1
+        state.tenant.waiting_tokens -= state.input_tokens
         self.tokens -= state.input_tokens
         if state.crashes:
             self.replayed.remove(state)
             return
-        each = self._classes[state.request.priority]
+        each = self._classes[state.rank]
         each.count -= 1
-        line = each.lines[state.tenant]
-        del line[state]
+        line, priority = each.lines[state.tenant], state.request.priority
+        del line[priority][state]
+        if not line[priority]:
+            del line[priority]
         if not each.count:
             del self._classes[each.priority]
         elif not line:
@@ -460,8 +500,9 @@ class FairQueue:
 
         Between tenants it is an estimate by weight, with many of them from a sample.
         """
-        each = self._classes[state.request.priority]
-        own = len(each.lines[state.tenant])
+        each = self._classes[state.rank]
+        lanes = each.lines[state.tenant].values()
+        own = sum(len(lane) for lane in lanes if lane.priority >= state.request.priority)
         ahead = len(self.replayed)
         ahead += sum(other.count for other in self._classes.values() if other.priority > each.priority)
         lines = islice(each.lines.items(), self.MAX_SAMPLED)

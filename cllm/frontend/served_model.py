@@ -147,7 +147,9 @@ class ServedModel:
         self._failures = 0  # of loads, in a row
         self._retry_at = 0.0  # it is not loaded before that
         self.users = 0  # HTTP requests that need the engine
-        self.waiters: list[asyncio.Future[None]] = []  # HTTP requests that wait until it is loaded
+        # HTTP requests that wait until it is loaded, and their tenants.
+        self.waiters: dict[asyncio.Future[None], str] = {}
+        self.turns = 0  # to load it, in which busy models left no room for it
         self.phase = Phase.UNLOADED if engine is None else Phase.SERVING
         self.loading: asyncio.Task[None] | None = None  # loads it when it is its turn
         self._unloading: asyncio.Task[None] | None = None
@@ -322,7 +324,7 @@ class ServedModel:
         self.used_at = time.monotonic()
 
     def _take_waiters(self) -> list[asyncio.Future[None]]:
-        waiters, self.waiters = self.waiters, []
+        waiters, self.waiters, self.turns = self.waiters, {}, 0
         return [waiter for waiter in waiters if not waiter.done()]
 
     async def unload(self) -> None:

@@ -65,7 +65,7 @@ class Tenant:
         self.name = name
         self.virtual = 0.0
         self.tokens = 0  # had in all, prompt and generated
-        self.waiting = 0
+        self.waiting = self.waiting_tokens = 0  # requests, and tokens of their prompts
         self.running = 0
         self.drain_rate = DrainRate()
         self.peak = self.last_peak = 0  # maximum in the engine at once: of this period, of the last one
@@ -83,7 +83,7 @@ class Tenant:
     def check(self, request: Request, now: float) -> None:
         """Raise why this request is refused now. Changes nothing."""
         limits = self.limits
-        if request.priority > limits.max_priority:
+        if limits.max_priority is not None and request.priority > limits.max_priority:
             raise InvalidRequest(
                 f"priority is {request.priority}: this key may use at most {limits.max_priority}",
                 field="priority",
@@ -116,6 +116,7 @@ class Tenants:
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
+        self._registered_weight = 0.0
         self.accounts: dict[str, Tenant] = {}
         self._forget_at = self.MAX_UNKNOWN  # number of accounts
         self.active: dict[Tenant, None] = {}
@@ -132,6 +133,7 @@ class Tenants:
     def register(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace all limits. Accounts go on; changed limits count from now."""
         self._limits = dict(limits)
+        self._registered_weight = sum(each.weight for each in limits.values())
         self._forget_at = len(self._limits) + self.MAX_UNKNOWN
         for tenant in self.accounts.values():
             if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
@@ -139,11 +141,22 @@ class Tenants:
         self._weigh()
 
     def open(self, name: str) -> Tenant:
-        """Open the account of a tenant that has none."""
+        """The account of a tenant, opened where it has none."""
+        if (known := self.accounts.get(name)) is not None:
+            return known
         if len(self.accounts) >= self._forget_at:
             self._forget()
         tenant = self.accounts[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return tenant
+
+    def has_share(self, tenant: Tenant, held: int, size: int) -> bool:
+        """False while `held` is less than its share of `size` by weight, among all keys and active tenants.
+
+        One of something is no tenant's whole share, unless there is nothing to share.
+        """
+        others = (each for each in {*self.active, tenant} if each.name not in self._limits)
+        weight = self._registered_weight + sum(each.limits.weight for each in others)
+        return held >= max(min(1, size), size * tenant.limits.weight / weight)
 
     # Active tenants --------------------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ async def use_engine(
         lease = await registry.use(model)
     else:
         try:
-            lease = await wait_for_load(http, registry.use(model, timeout_s), stream=stream)
+            tenant = http.scope["state"]["tenant"].name
+            lease = await wait_for_load(http, registry.use(model, timeout_s, tenant), stream=stream)
         except CllmError as error:
             model.metrics.refused.labels(error.code).inc()
             raise
@@ -73,7 +74,7 @@ async def prepare(
 
     Raises InvalidRequest, ContextLengthExceeded, and QueueFull before any work.
     """
-    engine.check_capacity()
+    engine.check_capacity(request.tenant)
     limit = loaded(engine)[1].request_tokens
     plain = [
         Prompt(tuple(piece for piece in each.pieces if isinstance(piece, int)))

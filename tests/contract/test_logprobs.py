@@ -125,6 +125,13 @@ def test_prompt_logprobs_are_the_models_own(
             assert len(entry.top) == 3 and abs(entry.top[0][1] - best) < ROUNDING
 
 
+def test_scoring_is_part_of_the_step_and_not_of_a_rows_sampler(runner: LlamaRunner) -> None:
+    row = Row(0, 0, words(1, 40), 0, None, scored=words(2, 40), scored_top=20)
+    result = runner.run(Batch((row,)))
+    runner.truncate(0, 0)
+    assert len(result.rows[0].scored) == 40 and result.rows[0].sample_s == 0 < result.sample_s
+
+
 def _score_one_by_one(runner: LlamaRunner, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
     """For each token but the first: its log-probability, and that of the likeliest."""
     sampler = runner.create_sampler(SamplingParams(temperature=0))

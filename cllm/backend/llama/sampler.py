@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from cllm.backend.llama.candidates import (
     TopKPrefilter,
     apply_chain,
     best,
+    reaching,
 )
 from cllm.backend.llama.library import DeferredFrees, Owned
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
@@ -206,10 +208,12 @@ def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
     if count == 1:
         top = logits.argmax(axis=0, keepdims=True)
     else:
-        top = np.argpartition(logits, -count)[-count:]
-        top = top[np.argsort(-logits[top], kind="stable")]
-    highest = float(logits[top[0]])
-    normaliser = highest + float(np.log(np.exp(logits - logits[top[0]]).sum(dtype=np.float64)))
+        narrows = count < len(logits) // NARROWING
+        top = reaching(logits, count, 0.0) if narrows else np.argpartition(logits, -count)[-count:]
+        top = top[np.argsort(-logits[top], kind="stable")[:count]]
+    shifted = logits - logits[top[0]]
+    np.exp(shifted, out=shifted)
+    normaliser = float(logits[top[0]]) + math.log(shifted.sum(dtype=np.float64))
     return TokenLogprob(
         token,
         float(logits[token]) - normaliser,
@@ -279,24 +283,18 @@ class BatchSampler:
 
     def _sample_scored(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
         """Find the log-probabilities that rows want of given tokens; then sample from their other lines."""
-        scores: list[tuple[tuple[TokenLogprob, ...], float]] = []
+        scores: list[tuple[TokenLogprob, ...]] = []
         outputs: list[int] = []
         first = 0
         for row in rows:
-            started = time.perf_counter()
-            found = tuple(
-                log_probabilities(logits[first + place], token, row.scored_top)
-                for place, token in enumerate(row.scored)
-            )
-            scores.append((found, time.perf_counter() - started))
+            lines = logits[first : first + len(row.scored)]
+            pairs = zip(lines, row.scored, strict=True)
+            scores.append(tuple(log_probabilities(line, token, row.scored_top) for line, token in pairs))
             first += len(row.scored)
             outputs += range(first, first + row.outputs)
             first += row.outputs
         results = self.sample([row._replace(scored=()) for row in rows], logits[outputs])
-        return tuple(
-            result._replace(scored=scored, sample_s=result.sample_s + seconds)
-            for result, (scored, seconds) in zip(results, scores, strict=True)
-        )
+        return tuple(result._replace(scored=scored) for result, scored in zip(results, scores, strict=True))
 
     def _sample_prefiltered(self, work: Sequence[_Work], logits: Logits, found: dict[int, RowResult]) -> None:
         """Rows whose chains start with a prefilter are filtered together."""

@@ -56,6 +56,7 @@ class PrefixCache:
         transfer: KVTransfer,
         disk: DiskKVCache,
         layout: KVLayout,
+        running: Mapping[int, Sequence],
         *,
         keeps: bool,
         across_tenants: bool,
@@ -67,6 +68,8 @@ class PrefixCache:
         self.host = transfer.host
         self.device = DeviceKVCache(pool, transfer.host.returns)
         self.loader = DiskLoader(disk, self.device, transfer)
+        self._running = running  # by slot, as the scheduler has it
+        self.host.count_checkpoints = self._count_checkpoints
         self._keeps = keeps
         self._across_tenants = across_tenants
         self.slots = SlotChoice(self.device, transfer, layout)
@@ -310,7 +313,7 @@ class PrefixCache:
             prompt, begin = sequence.request.prompt.items, sequence.num_computed
             sequence.stops = plan_stops(prompt, begin, self._runner.vocabulary.is_control)
 
-    def checkpoint(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+    def checkpoint(self, sequence: Sequence) -> None:
         """A sequence has come to a stop. What has no room in RAM is left."""
         del sequence.stops[0]
         try:
@@ -321,19 +324,23 @@ class PrefixCache:
         if state is not None:
             kept = [*sequence.checkpoints, Checkpoint(sequence.num_computed, state)]
             sequence.checkpoints = thin_checkpoints(kept, len(sequence.tokens))
-            self._bound_checkpoints(sequence, running)
+            self._bound_checkpoints(sequence)
 
-    def _bound_checkpoints(self, newest: Sequence, running: Iterable[Sequence]) -> None:
+    def _bound_checkpoints(self, newest: Sequence) -> None:
         """Half of the RAM at most: those of the least recently used contents go first."""
-        held = sum(count_bytes(content.checkpoints) for content in self.device.entries)
-        held += sum(count_bytes(sequence.checkpoints) for sequence in running)
+        held = self._count_checkpoints()
         for content in self.device.entries:
             if 2 * held > self.host.cached_limit:
                 held -= count_bytes(content.checkpoints)
                 content.checkpoints = ()
         if 2 * held > self.host.cached_limit:
-            held -= len(newest.checkpoints.pop().state)
-        self.host.hold_checkpoints(held)
+            newest.checkpoints.pop()
+        self.host.make_room()
+
+    def _count_checkpoints(self) -> int:
+        """Bytes of the checkpoints of running sequences and of free slots."""
+        slots = sum(count_bytes(content.checkpoints) for content in self.device.entries)
+        return slots + sum(count_bytes(sequence.checkpoints) for sequence in self._running.values())
 
     def _content_of(self, sequence: Sequence) -> SlotContent:
         min_length = 0 if self._cuttable else self._runner.min_length(sequence.seq_id)

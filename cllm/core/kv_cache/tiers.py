@@ -66,20 +66,24 @@ class HostKVCache(PrefixTier[Entry]):
         self.limit = max(cached_limit, swap_limit)
         self.cached_bytes = 0
         self.swapped_bytes = 0
-        self.checkpoint_bytes = 0  # of sequences and of slots, as of the last checkpoint
+        self.count_checkpoints: Callable[[], int] = int  # bytes that sequences and slots hold; at first 0
         self.evictions = 0
 
     @property
     def room(self) -> int:
         """Bytes that can be cached without pushing anything out."""
-        held = self.cached_bytes + self.checkpoint_bytes
-        return min(self.cached_limit, self.limit - self.swapped_bytes) - held
+        return self._max_cached - self.cached_bytes
+
+    @property
+    def _max_cached(self) -> int:
+        """Bytes of cached prefixes that fit beside swap space and checkpoints."""
+        return min(self.cached_limit, self.limit - self.swapped_bytes) - self.count_checkpoints()
 
     # Cached ----------------------------------------------------------------------------------------
 
     def could_hold(self, size: int) -> bool:
         """Whether an entry of this size fits if everything else is pushed out."""
-        return size <= min(self.cached_limit, self.limit - self.swapped_bytes) - self.checkpoint_bytes
+        return size <= self._max_cached
 
     def put(self, entry: Entry) -> bool:
         """Cache an entry; False if it is too large. The same tokens are kept once."""
@@ -118,9 +122,8 @@ class HostKVCache(PrefixTier[Entry]):
         self.drop(victim)
         self.evictions += 1
 
-    def hold_checkpoints(self, size: int) -> None:
-        """Checkpoints of sequences and slots take `size` bytes now; cached prefixes give way."""
-        self.checkpoint_bytes = size
+    def make_room(self) -> None:
+        """Let cached prefixes give way to checkpoints."""
         while self.entries and self.room < 0:
             self._evict()
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, Row
-from cllm.core.prefill_budget import ChunkCost, PrefillBudget, divide
+from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
+from cllm.core.prefill_budget import ChunkCost, PrefillBudget, PromptPart, divide
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
 from cllm.types import Prompt, Request
@@ -286,7 +286,7 @@ class PendingPrompt:
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
         self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
-        self.known, self.sample_s = int(not answering), 0.0
+        self.known, self.sample_s, self.unscored = int(not answering), 0.0, 0
         self.request = Request(id=name, max_tokens=1)
 
     @property
@@ -411,3 +411,52 @@ def test_a_prompt_gets_less_room_beside_costly_samplers() -> None:
     budget = PrefillBudget(512, TARGET, StepCostModel(known=SMALL, frozen=True))
     budget.cost.largest_prefill, budget.cost.largest_attended = 512, 1e9
     assert budget.prefill_tokens(4, sampling_s=0.1) < budget.prefill_tokens(4)
+
+
+def test_costly_samplers_leave_time_for_prompts() -> None:
+    """Seven masks of 100 ms are three times the target: a prompt beside them would get two tokens a step."""
+    budget = PrefillBudget(512, TARGET, StepCostModel(known=SMALL, frozen=True), defers=True)
+    budget.cost.largest_prefill, budget.cost.largest_attended = 512, 1e9
+    costly = decoding(*[0.1] * 7)
+    prompt = Sequence(Request(id="prompt", prompt=Prompt((1,) * 4000), max_tokens=1), 8192, 7)
+    steps, given = 0, 0
+    turns_had = dict.fromkeys((each.id for each in costly), 0)
+    while prompt.num_computed < 3500:
+        shares = budget.schedule_tokens([*costly, prompt], lambda sequence: sequence.pending)
+        prompt.num_computed += shares.pop("prompt")
+        given += len(shares)
+        for name in shares:
+            turns_had[name] += 1
+        steps += 1
+    assert steps < 80 and TARGET / 5 < 0.1 * given / steps < TARGET / 2, "both get on"
+    assert max(turns_had.values()) - min(turns_had.values()) <= 1, "they go in turn"
+
+
+# Prompts that are scored -----------------------------------------------------------------------------
+
+
+def test_scored_tokens_are_part_of_the_step() -> None:
+    """Scoring a token of a large vocabulary takes as long as computing it."""
+    budget = known(X86._replace(scored=5e-3), max_overrun=1.0)
+    rows, plain, scored = StepShape(1, 0, 4, 1200), [(0, 2000)], [PromptPart(0, 2000, scored=True)]
+    chunk = budget.prefill_tokens(4, context=1200, prompts=scored)
+    cost = ChunkCost(X86._replace(scored=5e-3), rows, scored, split=True)
+    assert cost.shape(chunk).scored == chunk and cost.seconds(chunk) <= TARGET
+    assert chunk < budget.prefill_tokens(4, context=1200, prompts=plain)
+
+
+def test_the_cost_of_scoring_is_learned_apart_from_that_of_prefill() -> None:
+    budget = make_budget()
+    truth, machine = SMALL._replace(scored=2e-3), random.Random(3)
+    for number in range(60):
+        chunk = machine.choice([20, 64, 128, 250])
+        tokens, scored = [1] * chunk, [1] * (chunk if number % 3 == 0 else 0)
+        row = Row(4, 0, tokens, 0, None, scored=scored)
+        batch = Batch((*(Row(seq_id, 100, (1,), 1, None) for seq_id in range(4)), row))
+        shape = StepShape.of(batch, 2, split=True)
+        score_s, rest_s = truth.scored * len(scored), truth._replace(scored=0.0).seconds(shape)
+        rows = (RowResult(),) * len(batch.rows)
+        budget.cost.observe(batch, StepResult(StepStatus.DONE, rows, 0, 2, rest_s, score_s))
+    step = budget.cost.step
+    assert step is not None and step.scored == pytest.approx(truth.scored, rel=0.1)
+    assert step.prefill_token == pytest.approx(truth.prefill_token, rel=0.2)

@@ -152,6 +152,22 @@ def test_memory_that_cannot_be_cut_is_put_back_to_a_checkpoint(trimmable: bool, 
     assert ask_again(turn, 80) == (len(turn) - 1, put_back)
 
 
+def test_checkpoints_that_go_leave_their_room_in_ram() -> None:
+    talk = Talk(FakeRunner(sequences=2, cells=8192, batch_tokens=64, trimmable=False))
+    talk.ask(SYSTEM)
+    host = talk.host_cache
+    assert host.room < host.cached_limit, "a free slot holds checkpoints"
+    talk.send(SYSTEM[::-1] * 8)
+    while not talk.scheduler.running or not next(iter(talk.scheduler.running.values())).checkpoints:
+        talk.step()
+    talk.prefix_cache.clear()
+    assert host.room < host.cached_limit, "so does a running sequence"
+    talk.cancel("r1")
+    talk.finish()
+    talk.prefix_cache.clear()
+    assert host.room == host.cached_limit
+
+
 def test_a_cancelled_request_stores_what_it_has_computed() -> None:
     talk = Talk()
     name = talk.send(SYSTEM * 3)

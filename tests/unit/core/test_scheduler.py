@@ -82,6 +82,17 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_waits_until_one_ha
     assert driver.text("r1") == driver.expected("r1")
 
 
+def test_the_priority_of_a_tenant_preempts_no_other() -> None:
+    driver = Recorder(FakeRunner(sequences=3))
+    driver.kv_runs_out = True
+    for tenant, priority in (("a", 0), ("b", 7), ("b", 100)):
+        driver.add(b"prompt", 6, tenant=tenant, priority=priority, ignore_eos=True, reuse=False)
+    driver.step()
+    driver.step_with(StepStatus.NO_ROOM)
+    assert driver.running == ["r0", "r2"]
+    driver.finish()
+
+
 def test_a_lone_request_without_room_ends_with_all_of_its_text() -> None:
     plain = Recorder(FakeRunner(sequences=2))
     plain.add(b"prompt", 3, ignore_eos=True)

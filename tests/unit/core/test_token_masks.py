@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core import scheduler
-from cllm.core.stopping import ReasoningBudget
+from cllm.core import scheduler, token_masks
+from cllm.core.sequence import Sequence
+from cllm.core.stopping import ReasoningBudget, Stopping
 from cllm.testing import FakeRunner, next_token
 from cllm.testing.fake_runner import END_TOKEN
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Prompt, ReasoningLimit, Request
 from tests.driver.engine import StepDriver
 from tests.driver.written import PROMPT, WrittenRunner, answer, foresight
 from tests.profiles import examples
@@ -158,6 +161,40 @@ def test_no_tokens_at_all_computes_the_prompt_and_keeps_it(cache_mb: int) -> Non
     assert driver.usage("r1").cached_tokens == (len(prompt) - 1 if cache_mb else 0)
 
 
+# What masks cost --------------------------------------------------------------------------------------
+
+
+class TimedMasks:
+    """A mask builder whose masks take as long as their constraints say, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def masks(self, costs: list[float]) -> list[npt.NDArray[np.bool_]]:
+        self.now += sum(costs)
+        return [np.ones(258, np.bool_) for _ in costs]
+
+
+def test_each_sequence_pays_for_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, timed = FakeRunner(), TimedMasks()
+    monkeypatch.setattr(token_masks, "time", timed)
+    masks = token_masks.TokenMasks(runner.vocabulary)
+    monkeypatch.setattr(masks, "_grammars", timed)
+    costs = {"slow": 0.1, "quick": 1e-5, "other": 2e-5}
+    sequences = []
+    monkeypatch.setattr(Stopping, "grammar", property(lambda self: costs[self._request.id]))
+    for name in costs:
+        sequences.append(Sequence(Request(id=name, prompt=Prompt((1,)), max_tokens=4), 64))
+    for _ in range(3):
+        found, failed = masks.build(sequences, dict.fromkeys(costs, 1))
+        assert len(found) == 3 and not failed
+        assert sequences[0].mask_s == pytest.approx(0.1)
+        assert max(each.mask_s for each in sequences[1:]) < 1e-4
+
+
 # Log-probabilities of the prompt ----------------------------------------------------------------------
 
 
@@ -188,6 +225,26 @@ def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
         assert all(len(entry.top) == 2 for entry in found.prompt_logprobs[1:])
         assert found.prompt_logprobs[0].pieces == (bytes(prompt[:1]),)
         assert len(found.tokens) == max_tokens and found.work.cached_tokens == 0
+
+
+def test_scored_tokens_are_spelled_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 258 * 20)
+    driver = StepDriver(FakeRunner(sequences=1, cells=1024))
+    spelled: list[int] = []
+    piece = driver.runner.vocabulary.piece
+
+    def spell(token: int) -> bytes:
+        spelled.append(token)
+        return piece(token)
+
+    monkeypatch.setattr(driver.runner.vocabulary, "piece", spell)
+    driver.add(bytes(range(200)), 4, prompt_logprobs=3, ignore_eos=True)
+    counts = []
+    while driver.requests and not driver.answers["r0"].finish_reason:
+        spelled.clear()
+        driver.step()
+        counts.append(len(spelled))
+    assert sum(counts) >= 4 * 199 and max(counts) <= 4 * 20 + 2
 
 
 def test_a_preempted_prompt_is_scored_once() -> None:

@@ -23,18 +23,19 @@ from cllm.errors import (
     QueueFull,
     ShuttingDown,
 )
-from cllm.frontend import served_model
+from cllm.frontend import engine_registry, served_model
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, ModelLease
+from cllm.frontend.engine_registry import CLOSED_S, EngineRegistry, ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
 from cllm.testing import FakeRunner
-from cllm.types import Health, Prompt, Request
+from cllm.types import Health, Prompt, Request, TenantLimits
 from cllm.workers.executor import ProcessExecutor, Receive
 from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
+from tests.unit.frontend.test_request_queue import Clock
 
 SIZES = {"ant": 40, "bee": 50, "cat": 30, "dog": 30, "elk": 120}  # the last one never fits
 LIMIT = 100
@@ -124,8 +125,10 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return functools.wraps(test)(lambda: asyncio.run(asyncio.wait_for(test(), 20)))
 
 
-async def use(registry: EngineRegistry, name: str, timeout_s: float | None = None) -> ModelLease:
-    return await registry.use(registry.find(name), timeout_s)
+async def use(
+    registry: EngineRegistry, name: str, timeout_s: float | None = None, tenant: str = ""
+) -> ModelLease:
+    return await registry.use(registry.find(name), timeout_s, tenant)
 
 
 async def settle() -> None:
@@ -215,6 +218,64 @@ async def test_a_busy_model_is_waited_for_and_takes_no_new_requests_meanwhile() 
         lease.release()
         lease.release()  # a second time does nothing
     assert all(model.users == 0 for model in registry.served)
+
+
+@on_loop
+async def test_a_long_answer_closes_its_model_for_a_bounded_time() -> None:
+    """One client streams on the ant and asks for the bee: others still get the ant, and the cat."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (engine_registry, served_model):
+            patch.setattr(module, "time", clock)
+        registry = make_registry(FakeLoader(), limit={"host": 75})
+
+        async def advance(seconds: float) -> None:
+            clock.now += seconds
+            registry._changed.set()
+            await settle()
+
+        long, bee = await use(registry, "ant"), asyncio.ensure_future(use(registry, "bee"))
+        for closed_s in (CLOSED_S, 2 * CLOSED_S, 4 * CLOSED_S):
+            await settle()
+            late = asyncio.ensure_future(use(registry, "ant"))
+            await advance(closed_s - 1)
+            assert not late.done(), "closed"
+            await advance(2)
+            assert late.done(), "open again"
+            late.result().release()
+            await advance(closed_s - 2)
+            (await use(registry, "ant")).release()
+            await advance(1)
+        cat = asyncio.ensure_future(use(registry, "cat"))
+        await advance(8 * CLOSED_S)
+        assert not cat.done() and not bee.done()
+        await advance(8 * CLOSED_S)
+        assert cat.done(), "it fits beside the ant, and has the next turn"
+        cat.result().release()
+        assert not bee.done()
+        long.release()
+        await settle()
+        assert bee.done() and loaded_names(registry) == {"bee"} and not registry.find("bee").turns
+        bee.result().release()
+
+
+@on_loop
+async def test_a_tenant_below_its_share_may_wait_for_a_model_beside_many_of_another() -> None:
+    registry = make_registry(FakeLoader(), queue_size=2)
+    registry.set_tenants({"hog": TenantLimits(), "b": TenantLimits()})
+    leases = [await use(registry, "ant"), await use(registry, "bee")]
+    waiting = [asyncio.ensure_future(use(registry, "cat", None, "hog")) for _ in range(2)]
+    await settle()
+    with pytest.raises(QueueFull):
+        await use(registry, "dog", None, "hog")
+    waiting.append(asyncio.ensure_future(use(registry, "cat", None, "b")))
+    await settle()
+    with pytest.raises(QueueFull):
+        await use(registry, "cat", None, "b")
+    for lease in leases:
+        lease.release()
+    for each in await asyncio.gather(*waiting):
+        each.release()
 
 
 @on_loop

@@ -30,6 +30,8 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    time = monotonic
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -148,6 +150,35 @@ def test_the_queue_is_bounded_by_tokens_too(clock: Clock) -> None:
         line.ask(tokens=1)
 
 
+def test_a_tenant_below_its_share_is_let_into_a_full_queue(clock: Clock) -> None:
+    line = Line(queue_size=8, sequences=1)
+    line.queue.tenants.register({"hog": TenantLimits(), "b": TenantLimits(weight=2), "c": TenantLimits()})
+    accepted = {}
+    for name in ("hog", "b", "c", "hog", "d"):
+        accepted[name] = 0
+        with pytest.raises(QueueFull, match="the queue holds 8"):
+            while True:
+                line.ask(name)
+                accepted[name] += 1
+    # Weights 1, 2, 1; the last one has no key, and so is one more of weight 1.
+    assert accepted == {"hog": 0, "b": 4, "c": 2, "d": 2} and line.queue.waiting[0] == 8 + 4 + 2 + 2
+    for one in [*line.queue.requests]:
+        line.queue.close(one)
+    assert not any(each.waiting or each.waiting_tokens for each in line.queue.tenants.accounts.values())
+
+
+def test_a_tenant_below_its_share_of_tokens_is_let_into_a_full_queue(clock: Clock) -> None:
+    line = Line(queue_tokens=100, sequences=1)
+    line.queue.tenants.register({"hog": TenantLimits(), "b": TenantLimits()})
+    line.ask("hog", tokens=100)
+    with pytest.raises(QueueFull):
+        line.ask("hog", tokens=1)
+    line.ask("b", tokens=30)
+    line.ask("b", tokens=19)
+    with pytest.raises(QueueFull, match="149 prompt tokens are waiting"):
+        line.ask("b", tokens=2)
+
+
 def test_retry_after_is_how_long_the_queue_takes_to_drain(clock: Clock) -> None:
     rate = DrainRate()
     assert rate.seconds_for(100, 10_000) == 1.0, "nothing is known yet"
@@ -229,10 +260,11 @@ def test_a_priority_above_what_a_key_may_use_names_both(clock: Clock) -> None:
 def test_a_refused_request_costs_its_tenant_nothing(clock: Clock) -> None:
     line = Line(queue_size=1, sequences=1)
     line.queue.tenants.register({"a": TenantLimits(requests_per_s=1)})
-    line.ask("b")
+    first = line.ask("a")
+    clock.now += 1
     with pytest.raises(QueueFull):
         line.ask("a")
-    line.feed()
+    line.queue.close(first)
     line.ask("a")  # its one request of this second is still there
 
 
@@ -331,6 +363,26 @@ def test_the_places_a_tenant_used_are_kept_for_it_for_a_moment(clock: Clock) -> 
     )
 
 
+def test_the_priority_of_a_key_orders_its_own_requests(clock: Clock) -> None:
+    line = Line(sequences=1)
+    line.queue.tenants.register(
+        {"a": TenantLimits(), "b": TenantLimits(), "boss": TenantLimits(max_priority=9)}
+    )
+    running = line.ask("a", tokens=1)
+    line.feed()
+    low, high = line.ask("a", priority=0), line.ask("a", priority=100)
+    other, boss, last = line.ask("b"), line.ask("boss", priority=9), line.ask("b", priority=-1)
+    assert [one.queue.position(one) for one in (boss, high, other)] == [1, 3, 3]
+    order: list[RequestState] = []
+    while line.queue.states:
+        line.finish(running, 10)
+        order += line.feed()
+        running = order[-1]
+        if running is last:
+            break
+    assert order == [boss, other, high, low, last], "a key that may more passes others; 100 does not"
+
+
 def test_higher_priority_goes_first_and_no_request_starves(clock: Clock) -> None:
     line = Line(sequences=1)
     for _ in range(3):  # a lone tenant's engine gets a few more than it can run
@@ -388,7 +440,10 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
 def search(
     waiting: list[RequestState], tag: Callable[[Tenant], float], free: int, kept: dict[Tenant, int]
 ) -> RequestState | None:
-    """Priority, then least virtual time, then arrival; of those whose tenant finds a place."""
+    """Least virtual time, then arrival, then the tenant's own priority; of those that find a place."""
+    oldest: dict[Tenant, int] = {}
+    for one in waiting:
+        oldest[one.tenant] = min(one.number, oldest.get(one.tenant, one.number))
 
     def allowed(one: RequestState) -> bool:
         others = (each for each in kept if each is not one.tenant and tag(each) <= tag(one.tenant))
@@ -396,7 +451,7 @@ def search(
 
     return min(
         filter(allowed, waiting),
-        key=lambda one: (-one.request.priority, tag(one.tenant), one.number),
+        key=lambda one: (tag(one.tenant), oldest[one.tenant], -one.request.priority, one.number),
         default=None,
     )
 

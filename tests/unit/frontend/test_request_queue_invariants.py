@@ -59,7 +59,10 @@ class QueueMachine(RuleBasedStateMachine):
             self.streams[name] = self.engine.submit(request, BlockingOutputStream)
             self.owners[name] = tenant
         except QueueFull as refusal:
-            assert len(waiting) == QUEUE_SIZE or waiting_tokens + tokens > QUEUE_TOKENS
+            assert len(waiting) >= QUEUE_SIZE or waiting_tokens + tokens > QUEUE_TOKENS
+            own = [len(each.request.prompt) for each in waiting if each.request.tenant == tenant]
+            share = TENANTS.get(tenant, TenantLimits()).weight / 6  # of all: "" and "other" have no key
+            assert own and (len(own) >= share * QUEUE_SIZE or sum(own) + tokens >= share * QUEUE_TOKENS)
             assert 1 <= refusal.retry_after_s <= 60
         except RateLimited:
             assert tenant == "few" and self.living()["few"] == 3
@@ -110,7 +113,7 @@ class QueueMachine(RuleBasedStateMachine):
         states = self.engine.requests
         queued = [each for each in states if each.stage is Stage.QUEUED]
         replayed = [each for each in queued if each.crashes]
-        assert len(queued) - len(replayed) <= QUEUE_SIZE
+        assert len(queued) - len(replayed) <= 2 * QUEUE_SIZE + 4, "each of four tenants may have one more"
         assert len(states) - len(queued) <= SEQUENCES + 2
         assert self.living()["few"] <= 3
         queue = self.engine._queue
@@ -118,6 +121,8 @@ class QueueMachine(RuleBasedStateMachine):
         for tenant in queue.tenants.accounts.values():
             mine = [each for each in states if each.tenant is tenant]
             assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
+            lengths = (len(each.request.prompt) for each in mine if each.stage is Stage.QUEUED)
+            assert tenant.waiting_tokens == sum(lengths)
             assert tenant.running == len(mine) - tenant.waiting
 
     @invariant()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -310,4 +311,6 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     outputs = await collect(engine, session.streams, http)
     replies = [reply.reply() for reply in session.finish(outputs)]
     more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
-    return renderer.whole(replies, session, **more)
+    if body.prompt_logprobs is None:
+        return renderer.whole(replies, session, **more)
+    return await asyncio.to_thread(renderer.whole, replies, session, **more)  # long prompts take a while

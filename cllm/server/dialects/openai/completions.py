@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Annotated, Literal
@@ -176,11 +178,26 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     return _replace(usage, completion_tokens_details=CompletionTokensDetails(accepted, rejected))
 
 
-def make_choice(
+async def make_choice(
     body: CompletionBody, index: int, outputs: Sequence[RequestOutput], echo: str, offset: int
 ) -> CompletionChoice:
-    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before.
+
+    The scores of a long prompt take most of a second: those are made in a thread.
+    """
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
+    make = partial(_make_choice, body, index, outputs, echo, offset, prompt)
+    return await asyncio.to_thread(make) if prompt else make()
+
+
+def _make_choice(
+    body: CompletionBody,
+    index: int,
+    outputs: Sequence[RequestOutput],
+    echo: str,
+    offset: int,
+    prompt: list[TokenLogprob],
+) -> CompletionChoice:
     entries = [entry for output in outputs for entry in output.logprobs]
     logprobs = None
     if body.logprobs is not None:
@@ -261,10 +278,10 @@ async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResp
     usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
     if best_of > body.n:
         collected = _best(collected, best_of, body.n)
-    choices = []
-    for index, outputs in enumerate(collected):
-        echo = echoes[index // body.n]
-        choices.append(make_choice(body, index, outputs, echo, len(echo)))
+    choices = [
+        await make_choice(body, index, outputs, echo := echoes[index // body.n], len(echo))
+        for index, outputs in enumerate(collected)
+    ]
     timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
     return _replace(head, choices=choices, usage=usage, timings=timings)
 
@@ -296,7 +313,7 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         echo = echoes[index] if scored and body.scores_echo else ""
-        choice = make_choice(body, index, [output], echo, offsets[index])
+        choice = await make_choice(body, index, [output], echo, offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         if output.finish_reason is not None:
