@@ -278,6 +278,8 @@ class GrammarCompiler:
                 mask_ms = round(1000 * (time.thread_time() - began))
                 if answer.is_error():
                     reason = _first_line(answer.get_error())
+                    if "NoExtension" in reason:
+                        break  # these tokens lead nowhere; others may not
                     raise InvalidRequest(f"{field}: too complex to be followed: {reason}", field)
                 check(mask_ms, MAX_MASK_MS, "ms a mask", field, "use fewer alternatives and repetitions")
                 allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cllm.limits import LIMITS, MAX_CONTAINERS, MAX_DEPTH, MAX_SOURCE, MAX_VALUES
+from cllm.limits import LIMITS, MAX_CONTAINERS, MAX_DEPTH, MAX_INPUTS, MAX_SOURCE, MAX_VALUES
 from cllm.server.dialect import Route
 from cllm.server.dialects import DIALECTS
 
@@ -38,6 +38,10 @@ SCHEMA_FIELDS = {
     "structured_outputs",
     "tools",
 }
+GRAMMAR_FIELDS = {"grammar", "regex", "guided_grammar", "guided_regex"}
+EMBEDDED = {"input", "content", "documents", "text_2", "prompt"}
+# Every other request has one of these.
+COSTLY = {*SCHEMA_FIELDS, *GRAMMAR_FIELDS, "messages", "input", "prompt", "logit_bias", "content"}
 _TEXT = {"type": "string"}
 
 
@@ -100,9 +104,9 @@ SOURCES: tuple[Callable[[int], str], ...] = (
 TEXTS: tuple[Callable[[int], Any], ...] = (
     lambda n: "\0" * (n % 5),
     lambda n: "\ud800" + "x" * (n % 300),
-    lambda n: "é\u202e\x1b[31m" * (n % 300),
+    lambda n: "é\u202e\x1b[31m" * (n % 60),
     lambda n: "[{," * (n % 3000),
-    lambda n: "word " * (n % 9000),
+    lambda n: "word " * (n % 400),
 )
 NUMBERS = (-1, 0, 1, 1.5, 64.0, 2**31, 2**63, 2**64, -(2**63) - 1, 1e308, True, None, "1", "NaN")
 RAW = (b"NaN", b"1e999", b"-Infinity", b"01", b"{", b'"', b'"\\ud83d"', b"[" * 300, b'{"a":' * 70, b"\xff")
@@ -152,7 +156,10 @@ class HostileRequests:
     def make(self, number: int) -> HostileRequest:
         draw = random.Random(f"{self._seed} {number}")
         route, fields = ROUTES[number % len(ROUTES)]
-        name = fields[number // len(ROUTES) % len(fields)]
+        turn = number // len(ROUTES)
+        name = fields[turn // 2 % len(fields)]
+        if turn % 2 and (costly := [field for field in fields if field in COSTLY]):
+            name = draw.choice(costly)
         assert route.body is not None
         base: dict[str, Any] = {**route.body.EXAMPLE, **{key: SHORT[key] for key in SHORT if key in fields}}
         base.pop(name, None)
@@ -189,7 +196,7 @@ class HostileRequests:
             if name == "guided_json" and draw.random() < 0.5:
                 found = _write(schema, escaped=True).decode()
             return _write(found, escaped=draw.random() < 0.2)
-        if name in ("grammar", "regex", "guided_grammar", "guided_regex"):
+        if name in GRAMMAR_FIELDS:
             return _write(draw.choice(SOURCES)(n))
         if name == "logit_bias" and draw.random() < 0.8:
             texts = {f"{i}{'bias ' * (n % 40)}": draw.choice((1, -100, False)) for i in range(n % 1100)}
@@ -210,6 +217,8 @@ class HostileRequests:
             return _wrap(_write(draw.choice(NUMBERS)), MAX_DEPTH + draw.randrange(-2, 3))
         if kind == 4:
             limit = draw.choice([limit.value for limit in LIMITS if limit.value <= 4096])
+            if name in EMBEDDED:
+                limit = draw.choice((16, MAX_INPUTS + 1))  # as many texts as are taken compute for long
             return _many(draw.choice((b"1", b'"a"', b"{}", b"[]", b"null")), limit + draw.randrange(-1, 2))
         return _write({f"{n} {i}": draw.choice(NUMBERS) for i in range(n % 300)})
 
