@@ -149,7 +149,7 @@ def read_memory(server: Server, key: str) -> int:
     return int(CLIENT.get(f"{server.url}/admin/models", headers=headers).json()["memory_bytes"]["host"])
 
 
-def run_fairness(rounds: int = 3, seconds: float = 30.0, only: str = "", out: Path | None = None) -> int:
+def run_fairness(rounds: int = 3, seconds: float = 60.0, only: str = "", out: Path | None = None) -> int:
     shares: dict[str, list[Speed]] = {}  # of the throughput alone
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -180,7 +180,7 @@ def run_fairness(rounds: int = 3, seconds: float = 30.0, only: str = "", out: Pa
 def main(arguments: Sequence[str]) -> int:
     own = {
         "rounds": (3, "rounds"),
-        "seconds": (30.0, "how long each measurement takes"),
+        "seconds": (60.0, "how long each measurement takes"),
         "only": ("", "one part: streams, queue or loads"),
     }
     return run_command(make_parser(__name__, __doc__, "--out", **own), arguments, run_fairness)

@@ -10,7 +10,7 @@ import heapq
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -230,6 +230,15 @@ class RequestQueue:
         if (free := sequences - queue.running) <= 0:
             return None
         return queue.pop(now, free, self.tenants.kept_places(sequences))
+
+    def charge_slots(self, heard: Collection[str]) -> None:
+        """Charge tenants for slots after a step: an answer that was left out of it has had one all the same.
+
+        Else costly requests, which get few turns, would take slot after slot for few tokens.
+        """
+        for request_id, state in self._engine.items():
+            if state.last_token is not None and request_id not in heard:
+                state.tenant.virtual += 1 / state.tenant.limits.weight
 
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""

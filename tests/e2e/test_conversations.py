@@ -121,7 +121,7 @@ def test_second_turns_compute_only_what_is_new(tiny: Server) -> None:
     said: Any = [each.tokens for each in first]
     second = ask_all([sum(parts, ()) for parts in zip(asked, said, new, strict=True)])
     assert all(each.computed_tokens <= len(more) + 1 for each, more in zip(second, new, strict=True))
-    assert {each.cached_from for each in second} == {"device"}
+    assert {each.cached_from for each in second} <= {"device", "ram"}, "a gap may cost more than RAM"
 
 
 def test_batches_stay_dense(capsys: pytest.CaptureFixture[str]) -> None:

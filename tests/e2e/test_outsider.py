@@ -26,7 +26,7 @@ from tests.tiny_models import make_dense
 
 SECRET = "canary-of-ann"
 CHAT = "/v1/chat/completions"
-ALWAYS_OPEN = {"/health", "/"}
+ALWAYS_OPEN = {"/health", "/ready", "/"}
 
 
 class Target:

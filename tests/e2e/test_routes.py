@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cllm.config import EngineConfig, get_cache_ram_mb
 from tests.driver.server import Server, wait_for
 
 LONG = 4000
@@ -67,7 +68,7 @@ def test_metrics_equal_the_clients_ledger(tiny: Server) -> None:
     }
     assert all(memory[part] > 0 for part in ("model", "kv", "buffers"))
     assert memory["ram_tier"] == after["cllm_prefix_ram_bytes"] + after["cllm_swapped_ram_bytes"]
-    assert after["cllm_memory_bytes{part=ram_tier_limit}"] == 1 << 30
+    assert after["cllm_memory_bytes{part=ram_tier_limit}"] == get_cache_ram_mb(EngineConfig()) << 20
 
 
 def test_metrics_count_tokens_and_times(tiny: Server) -> None:

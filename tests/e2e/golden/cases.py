@@ -193,7 +193,7 @@ CHAT: Bodies = {
 COMPLETIONS: Bodies = {
     "text": {"prompt": say(TEXT)},
     "length": {"prompt": "abc", **SIX},
-    "two prompts echoed": {"prompt": [say("one"), say("two")], "echo": True},
+    "two prompts echoed": {"prompt": [say("one"), say("one")], "echo": True},
     "logprobs": {"prompt": "abc", **SIX, "logprobs": 2},
     "logprobs echoed": {"prompt": "abc", **SIX, "logprobs": 1, "echo": True},
     "usage": {"prompt": say("Yes."), **USAGE},

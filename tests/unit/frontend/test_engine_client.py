@@ -406,3 +406,21 @@ def test_requests_wait_while_a_cluster_has_no_replica_until_it_is_given_up(
     executor.come_back()
     engine.submit(request("again"), BlockingOutputStream)
     assert executor.submitted()[-1] == "again"
+
+
+def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    """Costly samplers get few turns: by tokens alone their tenant would be given slot after slot."""
+    for name in ("cheap", "costly"):
+        engine.submit(msgspec.structs.replace(request(name), tenant=name), BlockingOutputStream)
+    cheap, costly = map(engine.tenants.accounts.__getitem__, ("cheap", "costly"))
+    for _ in range(9):
+        executor.say(token("cheap"))
+    assert cheap.virtual - costly.virtual == 9, "before its first token it has had its prompt alone"
+    executor.say(token("cheap"), token("costly"))
+    for _ in range(30):
+        executor.say(token("cheap"))
+    assert cheap.virtual - costly.virtual == 9 and costly.tokens == cheap.tokens - 39
+    for name in ("cheap", "costly"):
+        executor.say(last(name))
