@@ -105,22 +105,29 @@ def tokens_of(client: Client, name: str, count: int) -> tuple[int, ...]:
     return client.tokenize(prose(name, count))[:count]
 
 
-def test_second_turns_compute_only_what_is_new(tiny: Server) -> None:
-    """Users with one system prompt, all at once: what is new is the question, and the answer's last token."""
-    client, users = Client(Address("127.0.0.1", tiny.port)), 8
+def test_second_turns_compute_only_what_is_new(tmp_path: Path) -> None:
+    """Users with one system prompt, all at once: what is new is the question, and the answer's last token.
+
+    The embedded model on a server of its own: slots are chosen by price. Of a tiny model a whole conversation
+    may be worth less than a gap, as may one where most of what others asked never came back.
+    """
+    users = 4
 
     def ask_all(prompts: list[tuple[int, ...]]) -> list[Answer]:
         with ThreadPoolExecutor(users) as pool:
-            return list(pool.map(lambda prompt: client.complete(prompt, 32), prompts))
+            return list(pool.map(lambda prompt: client.complete(prompt, 16), prompts))
 
-    system = tokens_of(client, "system", 200)
-    asked = [system + tokens_of(client, f"first {user}", 20 + 5 * user) for user in range(users)]
-    first = ask_all(asked)
-    assert sum(each.computed_tokens for each in first) < 2 * 200 + 8 * 60, "the system prompt, once"
-    new = [tokens_of(client, f"second {user}", 60 - 5 * user) for user in range(users)]
-    said: Any = [each.tokens for each in first]
-    second = ask_all([sum(parts, ()) for parts in zip(asked, said, new, strict=True)])
-    assert all(each.computed_tokens <= len(more) + 1 for each, more in zip(second, new, strict=True))
+    with Server(tmp_path / "log", "--parallel", str(users), "--ctx-size", "8192") as server:
+        client = Client(Address("127.0.0.1", server.port))
+        system = tokens_of(client, "system", 120)
+        asked = [system + tokens_of(client, f"first {user}", 20 + 5 * user) for user in range(users)]
+        first = ask_all(asked)
+        assert sum(each.computed_tokens for each in first) < 2 * 120 + 4 * 40, "the system prompt, once"
+        new = [tokens_of(client, f"second {user}", 40 - 5 * user) for user in range(users)]
+        said: Any = [each.tokens for each in first]
+        second = ask_all([sum(parts, ()) for parts in zip(asked, said, new, strict=True)])
+    computed = [each.computed_tokens - len(more) for each, more in zip(second, new, strict=True)]
+    assert max(computed) <= 1, computed
     assert {each.cached_from for each in second} <= {"device", "ram"}, "a gap may cost more than RAM"
 
 
