@@ -34,6 +34,7 @@ from tests.driver.server import Server, cpu_s, get_children
 MIN_SHARE = 0.45
 SLOTS, QUEUE = 4, 16
 FLAGS = ("--parallel", str(SLOTS), "--ctx-size", str(4096 * SLOTS), "--queue-size", str(QUEUE))
+CACHE = ("--cache-ram-mb", "64")  # of each model: by default one would take what is there
 AGAIN_S = 0.5  # after a refusal
 FIRST = {"priority": 100}
 SCORED = {"prompt": PROSE * 60, "prompt_logprobs": 20, "max_tokens": 1, "stream": False}
@@ -156,7 +157,7 @@ def run_fairness(rounds: int = 3, seconds: float = 60.0, only: str = "", out: Pa
         paths, file = copy_embedded(folder), folder / "keys.toml"
         keys = [add_key(file, tenant, admin=False) for tenant in ("plain", "hostile")]
         boss = add_key(file, "boss", admin=True)
-        flags, limit_mb = (*FLAGS, "--api-keys", str(file)), 0
+        flags, limit_mb = (*FLAGS, *CACHE, "--api-keys", str(file)), 0
         for parts in (("streams", "queue"), ("loads",)):
             limit = ("--models-memory-mb", str(limit_mb)) if limit_mb else ()
             with serve_models(folder, *paths, *flags, *limit, log=f"{parts[0]}.log") as server:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
+from cllm.core.step_cost import TILE, TINY, StepCost, StepCostModel, StepShape, attended_pairs
 
 
 class PromptPart(NamedTuple):
@@ -80,6 +80,38 @@ class ChunkCost:
         return total_s / self.wanted
 
 
+class TenantShares:
+    """Seconds of steps that a tenant took beyond an even share with the others that computed beside it.
+
+    One that is too far ahead leaves the next steps to the rows of others: a prompt fills a step up to its
+    limit, a row takes a small part of it, so without this whoever sends prompts has nearly all the time.
+    """
+
+    def __init__(self, credit_s: float) -> None:
+        """A tenant may be `credit_s` ahead: prompts that come now and then do not wait."""
+        self._credit_s = credit_s
+        self._ahead_s: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any tenant is ahead."""
+        return bool(self._ahead_s)
+
+    def may_prefill(self, prompt: Sequence, rows: Iterable[Sequence]) -> bool:
+        tenant = prompt.request.tenant
+        ahead = self._ahead_s.get(tenant, 0.0) > self._credit_s
+        return not ahead or all(row.request.tenant == tenant for row in rows)
+
+    def charge(self, spent: Iterable[tuple[Sequence, float]]) -> None:
+        """A step takes these seconds for each of its sequences; a tenant that waits meanwhile falls back."""
+        total, step_s = dict(self._ahead_s), 0.0
+        for sequence, seconds in spent:
+            tenant = sequence.request.tenant
+            total[tenant] = total.get(tenant, 0.0) + seconds
+            step_s += seconds
+        even_s = step_s / max(1, len(total))
+        self._ahead_s = {name: seconds - even_s for name, seconds in total.items() if seconds - even_s > TINY}
+
+
 class PrefillBudget:
     """Turns the inter-token target into prefill tokens, with the cost of a step as measured.
 
@@ -94,6 +126,7 @@ class PrefillBudget:
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     MAX_PRICE = 0.03  # of the best price of a token: what keeping the target may cost
     OLDEST_FIRST = 2  # every second step belongs to the oldest prompt
+    CREDIT = TILE // 8  # targets: seconds of steps that a tenant may be ahead of the others beside it
     COSTLY = 3  # times the cheapest tenth of the samplers: those of one kind all take part
     SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
 
@@ -121,6 +154,7 @@ class PrefillBudget:
         self.cost = cost
         self._turn = 0
         self._sampling_credit_s = 0.0
+        self._shares = TenantShares(self.CREDIT * target_s)
 
     @property
     def max_step_s(self) -> float:
@@ -142,14 +176,19 @@ class PrefillBudget:
         if len(sequences) == 1 and not self.contended and sequences[0].computable <= self.batch_tokens:
             return {sequences[0].id: sequences[0].computable}
         if all(sequence.pending == 1 for sequence in sequences):
-            return {sequence.id: 1 for sequence in self._defer(sequences)}
+            decoding = self._defer(sequences)
+            if self._shares:
+                self._charge(decoding)
+            return {sequence.id: 1 for sequence in decoding}
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         rows = [sequence for sequence in sequences if sequence not in prompts]
+        prompts = [prompt for prompt in prompts if self._shares.may_prefill(prompt, rows)]
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
+            self._charge(decoding)
             return shares
         if len(prompts) > 1:
             self._turn += 1
@@ -166,8 +205,22 @@ class PrefillBudget:
         )
         offset = get_offset(len(decoding), split=self.cost.split)
         parts = divide(room, [prompt.computable for prompt in prompts], offset)
-        shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=False) if part)
+        chunks = [(prompt, part) for prompt, part in zip(prompts, parts, strict=False) if part]
+        shares.update((prompt.id, part) for prompt, part in chunks)
+        self._charge(decoding, chunks)
         return shares
+
+    def _charge(self, decoding: List[Sequence], chunks: Iterable[tuple[Sequence, int]] = ()) -> None:
+        """Note what the next step takes of each tenant's share."""
+        if (step := self.cost.step) is None:
+            return
+        row_s = step.row + step.ubatch / max(1, len(decoding))
+        spent = [(each, row_s + step.attended * each.num_computed + each.sample_s) for each in decoding]
+        for prompt, part in chunks:
+            pairs = attended_pairs(part, prompt.num_computed, part)
+            scored = part if prompt.unscored else 0
+            spent.append((prompt, step.seconds(StepShape(1, part, 0, *pairs, scored))))
+        self._shares.charge(spent)
 
     def _at_once(self, sequence: Sequence, rows: int, context: int) -> bool:
         """Several tokens are pending, and as many as there is room for are computed together.

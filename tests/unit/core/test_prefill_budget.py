@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.core.prefill_budget import ChunkCost, PrefillBudget, PromptPart, divide
+from cllm.core.prefill_budget import ChunkCost, PrefillBudget, PromptPart, TenantShares, divide
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
 from cllm.types import Prompt, Request
@@ -430,6 +431,57 @@ def test_costly_samplers_leave_time_for_prompts() -> None:
         steps += 1
     assert steps < 80 and TARGET / 5 < 0.1 * given / steps < TARGET / 2, "both get on"
     assert max(turns_had.values()) - min(turns_had.values()) <= 1, "they go in turn"
+
+
+# Tenants --------------------------------------------------------------------------------------------
+
+
+def share_time(cost: StepCost, *, tenants: tuple[str, str], steps: int = 600) -> tuple[float, float]:
+    """Two rows of one tenant beside prompts without end of another: the rows' part of all seconds.
+
+    Before anybody is ahead, and afterwards.
+    """
+    budget = known(cost)
+    rows, parts = decoding(0.0, 0.0), []
+    for row in rows:
+        row.request = msgspec.structs.replace(row.request, tenant=tenants[0])
+    request = Request(id="prompt", prompt=Prompt((1,) * 400), max_tokens=1, tenant=tenants[1])
+    prompt = Sequence(request, 8192, 7)
+    for _ in range(steps):
+        shares = budget.schedule_tokens([*rows, prompt], lambda sequence: sequence.pending)
+        assert {"0", "1"} <= shares.keys(), "rows miss no step"
+        rows_s = cost.seconds(StepShape(1, 0, 2, 10))
+        part, at = shares.get("prompt", 0), prompt.num_computed
+        chunk_s = cost.seconds(StepShape(1, part, 0, *attended_pairs(part, at, part - 1))) if part else 0.0
+        parts.append((rows_s, chunk_s))
+        prompt.num_computed = (at + part) % 399
+    first, rest = parts[: steps // 60], parts[steps // 3 :]
+    return tuple(sum(row for row, _ in each) / sum(map(sum, each)) for each in (first, rest))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("cost", [X86, N1, SMALL])
+def test_prompts_of_one_tenant_leave_half_of_the_time_to_another(cost: StepCost) -> None:
+    first, rest = share_time(cost, tenants=("a", "b"))
+    assert 0.45 < rest < 0.6 and first < 0.3, "but prompts that come now and then do not wait"
+
+
+def test_prompts_and_rows_of_one_tenant_share_by_the_target_alone() -> None:
+    first, rest = share_time(X86, tenants=("a", "a"))
+    assert rest < 0.3 and abs(first - rest) < 0.1
+
+
+def test_a_tenant_that_was_away_is_no_longer_ahead() -> None:
+    shares, (row,) = TenantShares(1.0), decoding(0.0)
+    request = Request(id="b", prompt=Prompt((1,) * 400), max_tokens=1, tenant="b")
+    prompt = Sequence(request, 8192, 7)
+    shares.charge([(row, 0.5), (prompt, 4.0)])
+    assert not shares.may_prefill(prompt, [row]) and shares.may_prefill(prompt, [prompt])
+    shares.charge([(row, 2.0)])
+    assert shares.may_prefill(prompt, [row]) and shares
+    for _ in range(9):
+        shares.charge([(row, 2.0)])
+    shares.charge([(row, 0.5), (prompt, 2.0)])
+    assert shares.may_prefill(prompt, [row]), "no more is held against it"
 
 
 # Prompts that are scored -----------------------------------------------------------------------------
