@@ -101,7 +101,7 @@ def make_loads(part: str, number: int) -> tuple[Bodies, Bodies]:
         return [[greedy(8)]] * 3 * SLOTS, [[greedy(8, **FIRST)]] * 2 * QUEUE
     if part == "loads":
         plain: list[Body] = [greedy(32, model=left), greedy(32, model=right)]
-        return [plain] * SLOTS, [[greedy(64, model=name, **FIRST)] for name in PAIR for _ in range(SLOTS)]
+        return [plain] * 2 * SLOTS, [[greedy(64, model=name, **FIRST)] for name in PAIR for _ in range(SLOTS)]
     costly: list[Body] = [{"max_tokens": 64, **fields, **FIRST} for fields in kinds(number).values()]
     costly = [costly[0], {**SCORED, **FIRST}, *costly[1:]]
     turns = [costly[place:] + costly[:place] for place in range(len(costly))]
