@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.config import ServerConfig
+from cllm.config import ServerConfig, split_list
 from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
 from cllm.frontend.engine_registry import ModelLease
@@ -40,11 +40,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
-
-
-def split_list(setting: str) -> list[str]:
-    """The items of a comma-separated setting."""
-    return [item.strip() for item in setting.split(",") if item.strip()]
 
 
 class RequestMiddleware:
