@@ -259,12 +259,12 @@ class AsyncLLM:
         Raises what keeps it from loading; ShuttingDown if it is closed, also meanwhile.
         """
         loop = asyncio.get_running_loop()
-        if self._process is None and not self._closed:
-            self._loop, self._process = loop, os.getpid()
-            atexit.register(self._stop_at_exit)
-            self._engine.start(loop)
-        if self._engine.info is None and self._loop is loop and not self._closed:
+        if self._engine.info is None and self._loop in (None, loop) and not self._closed:
             try:  # a call that is cancelled leaves the loading to the next one
+                if self._process is None:
+                    self._loop, self._process = loop, os.getpid()
+                    atexit.register(self._stop_at_exit)
+                    self._engine.start(loop)
                 await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
             except Exception:
                 await self.close()

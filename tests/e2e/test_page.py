@@ -324,9 +324,10 @@ def test_comments_of_a_stream_are_heard(visit: Visit) -> None:
     heard = """async () => {
       const { readEvents } = await import(new URL("page/server.js", document.baseURI));
       const parts = [":\\n\\n", ":\\n\\n", "data: 1\\n\\n"].map(part => new TextEncoder().encode(part));
-      const body = new ReadableStream({ pull: sink => parts.length ? sink.enqueue(parts.shift()) : sink.close() });
+      const pull = sink => parts.length ? sink.enqueue(parts.shift()) : sink.close();
+      const answer = new Response(new ReadableStream({ pull }));
       let heard = 0, events = 0;
-      for await (const _ of readEvents(new Response(body), () => { heard++; })) events++;
+      for await (const _ of readEvents(answer, () => { heard++; })) events++;
       return [heard, events]; }"""
     assert visit().page.evaluate(heard) == [3, 1]
 
@@ -427,10 +428,8 @@ def test_conversations_are_found_renamed_and_imported(visit: Visit, tmp_path: Pa
     page.click("#ask-ok")
     page.wait_for_selector("#chat.blank")
     hostile = [{"": ""}, {"__proto__": ""}, {A: "__proto__"}, {A: A}, {A: B, B: A}]
-    for number, text in enumerate(
-        ("no JSON", "[]", '{"id": "a"}', '[{"id": "a", "nodes": {"b": {}}, "chosen": {}}]')
-        + tuple(json.dumps(make_export(each)) for each in hostile)
-    ):
+    texts = ["no JSON", "[]", '{"id": "a"}', '[{"id": "a", "nodes": {"b": {}}, "chosen": {}}]']
+    for number, text in enumerate([*texts, *(json.dumps(make_export(each)) for each in hostile)]):
         wrong = tmp_path / f"{number}.json"
         wrong.write_text(text)
         page.set_input_files("#import-file", wrong)

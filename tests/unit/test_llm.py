@@ -245,7 +245,7 @@ def test_a_cancelled_first_call_leaves_the_model_to_the_next(slow: SlowLoad) -> 
     asyncio.run(use())
 
 
-def test_what_keeps_a_model_from_loading_reaches_the_call_after_a_cancelled_one(slow: SlowLoad) -> None:
+def test_a_failed_load_reaches_the_call_after_a_cancelled_one(slow: SlowLoad) -> None:
     def fail(config: EngineConfig) -> FakeRunner:
         slow(config)
         raise ModelFileError("no such file")
