@@ -54,6 +54,11 @@ _rare = partial(_option, rare=True)
 _file, _folder = partial(_option, metavar="FILE"), partial(_option, metavar="DIR")
 
 
+def split_list(setting: str) -> list[str]:
+    """The items of a comma-separated setting."""
+    return [item.strip() for item in setting.split(",") if item.strip()]
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine: how the model is loaded and scheduled."""
 
@@ -122,7 +127,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_itl_ms: Annotated[
         int,
-        _rare("Its limit where the target costs over 3 % of throughput. 0: 4 times; a set target itself.", 0),
+        _rare(
+            "Upper limit of the inter-token latency where keeping the target would cost more than 3 % of "
+            "throughput, ms. 0: four times the default target, or the target itself if it was set.",
+            0,
+        ),
     ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
@@ -132,7 +141,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, disk.")] = True
     cache_ram_mb: (
-        Annotated[int, _option("Host RAM for the prefix cache, MiB. 0: slots only. Default: an eighth.", 0)]
+        Annotated[
+            int,
+            _option(
+                "Host RAM for the prefix cache, MiB. 0: slots only. "
+                "Default: an eighth of the machine's memory.",
+                0,
+            ),
+        ]
         | None
     ) = None
     swap_space_mb: Annotated[
@@ -156,6 +172,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names that `alias` gives the model. The first is the one in responses."""
+        return split_list(self.alias)
 
 
 class ClusterConfig(EngineConfig, frozen=True, kw_only=True):

@@ -43,9 +43,11 @@ MAX_CONTAINERS = _limit(1 << 15, "objects and lists", "objects and lists of a bo
 # Fields.
 MAX_MESSAGES = _limit(4096, "messages", "messages or items of a conversation; parts of one message")
 MAX_TOOLS = _limit(4096, "tools", "tools of a request; calls of one message")
-MAX_PROMPTS = _limit(256, "prompts", "prompts of a request times the answers to each")
+MAX_PROMPTS = _limit(256, "prompts", "prompts times the answers to each; token ids also count as values")
 MAX_CHOICES = _limit(64, "answers", "answers to a prompt")
-MAX_INPUTS = _limit(2048, "inputs", "texts of `/v1/embeddings` and documents of `/v1/rerank`")
+MAX_INPUTS = _limit(
+    2048, "inputs", "inputs of `/v1/embeddings` (token ids also count as values), documents of `/v1/rerank`"
+)
 MAX_STOPS = _limit(16, "stop texts", "stop texts of a request")
 MAX_TEXT = _limit(256, "characters of a stop text", "characters of a stop text or of a choice")
 MAX_OPTIONS = _limit(256, "choices", "texts that an answer may be chosen from")

@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 MAX_QUEUE = 1_000_000
 DEFAULT_MAX_TOKENS = 256
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
+_LOOP_LOCK = threading.Lock()
 Item = TypeVar("Item")
 Piece = tuple[str, RequestOutput | ChatReply | None]  # of a text; the last one with how it ended
 Pieces = AsyncGenerator[Piece, None]
@@ -258,24 +259,27 @@ class AsyncLLM:
         Raises what keeps it from loading; ShuttingDown if it is closed, also meanwhile.
         """
         loop = asyncio.get_running_loop()
-        if self._process is None and not self._closed:
-            self._loop, self._process = loop, os.getpid()
-            atexit.register(self._stop_at_exit)
-            try:
-                self._engine.start(loop)
+        if self._engine.info is None and self._loop in (None, loop) and not self._closed:
+            try:  # a call that is cancelled leaves the loading to the next one
+                if self._process is None:
+                    self._loop, self._process = loop, os.getpid()
+                    atexit.register(self._stop_at_exit)
+                    self._engine.start(loop)
                 await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
-            except BaseException:
+            except Exception:
                 await self.close()
                 raise
-        elif not self._engine.loaded.done() and self._loop is loop:
-            await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
         self._check_open()
         if self._loop is not loop:
             raise EngineNotReady("this model was opened on another event loop: make one for each")
         return self
 
     async def __aenter__(self) -> Self:
-        return await self.open()
+        try:
+            return await self.open()
+        except BaseException:
+            await self.close()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -492,12 +496,18 @@ class LLM:
     def open(self) -> Self:
         """Load the model, where no call has done so. Raises what keeps it from loading; ShuttingDown."""
         if self._model._engine.info is None:
-            _wait_for(_get_loop(os.getpid()), self._model.open)
+            with _LOOP_LOCK:
+                loop = _get_loop(os.getpid())
+            _wait_for(loop, self._model.open)
         self._model._check_open()
         return self
 
     def __enter__(self) -> Self:
-        return self.open()
+        try:
+            return self.open()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -107,6 +107,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
     outputs: tuple[RequestOutput, ...]
     stats: StepStats
+    preempted: tuple[str, ...] = ()  # ids of requests that have begun and hold no slot
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):

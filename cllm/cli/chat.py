@@ -48,7 +48,7 @@ def chat_command(
     """
     configure_logging(log_level)
     screen = Screen()
-    interactive = sys.stdin.isatty() and screen.is_terminal
+    interactive = sys.stdin is not None and sys.stdin.isatty() and screen.is_terminal
     question = "" if interactive else _read_input()
     config = EngineConfig(model=model, parallel=1, ctx_size=ctx_size, threads=threads, offline=offline)
     if think not in ("on", "off", "hide"):
@@ -76,9 +76,16 @@ def _report(text: str) -> None:
 
 def _read_input() -> str:
     try:
-        return sys.stdin.buffer.read().decode().strip()
+        return "" if sys.stdin is None else sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError:
         raise SetupError("standard input is no text in UTF-8") from None
+    except OSError as error:
+        raise SetupError(f"standard input cannot be read: {error.strerror}") from None
+
+
+def _is_piped() -> bool:
+    """True where standard input is a file or a pipe: not a terminal, not /dev/null, and not closed."""
+    return sys.stdin is not None and stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFREG, stat.S_IFIFO)
 
 
 def _answer_once(dialog: Dialog, question: str) -> None:
@@ -110,12 +117,12 @@ def run_command(
 ) -> None:
     """Answer one prompt and print it as it comes, from a running server or a model that is loaded here.
 
-    `cllm run < FILE` reads the prompt from a file; `cat FILE | cllm run "Sum this up:"` puts it before one.
+    `cllm run < FILE` reads the prompt from a file; `cat FILE | cllm run "Sum this up:"` puts it after one.
+    In a script whose standard input is not meant for it, write `cllm run "…" </dev/null`.
     """
     configure_logging(log_level)
     given = "" if prompt == "-" else prompt
-    piped = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFREG, stat.S_IFIFO)  # not a terminal or /dev/null
-    text = "\n\n".join(filter(None, (given, _read_input() if piped or prompt == "-" else "")))
+    text = "\n\n".join(filter(None, (given, _read_input() if prompt == "-" or _is_piped() else "")))
     if not text:
         raise SetupError('there is no prompt: say `cllm run "…"`, or give it on standard input')
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

@@ -41,7 +41,6 @@ from cllm.models.survey import Survey
 from cllm.names import make_visible, path_below
 from cllm.server.app import check_defaults, read_defaults
 from cllm.server.keys import KeyRing
-from cllm.server.middleware import split_list
 from cllm.server.serve import Listeners, bind, make_tls, serve
 from cllm.workers.executor import ProcessExecutor
 
@@ -66,7 +65,8 @@ def run(config: Config, more: Sequence[str] = ()) -> None:
     if config.server.model_dir:
         os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
     read_defaults(config.server.defaults)  # what is wrong is refused before anything is loaded
-    KeyRing(config.server.api_keys, config.server.api_key), make_tls(config.server)
+    KeyRing(config.server.api_keys, config.server.api_key)
+    make_tls(config.server)
     models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:
         if is_several(models, config):
@@ -105,7 +105,7 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             )
 
         path = Path(ready.config.model)
-        model = replace(model, name=ready.config.alias or path.stem)
+        model = replace(model, name=next(iter(ready.config.names), path.stem))
         created = int(path.stat().st_mtime)
         served = ServedModel(model, loader, engine=engine, prepared=ready, created=created)
         registry = EngineRegistry([served], tenants=loader.tenants)
@@ -180,9 +180,8 @@ def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]
 
 def make_common(config: Config) -> ModelConfig:
     """The settings of a model that has none of its own."""
-    alias, *aliases = split_list(config.engine.alias) or [""]
-    engine = replace(config.engine, model="", alias=alias)
-    return ModelConfig(name="", engine=engine, aliases=tuple(aliases), ttl=config.server.sleep_idle_s)
+    engine, more = replace(config.engine, model=""), tuple(config.engine.names[1:])
+    return ModelConfig(name="", engine=engine, aliases=more, ttl=config.server.sleep_idle_s)
 
 
 def is_several(models: Sequence[ModelConfig], config: Config) -> bool:

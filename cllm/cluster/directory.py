@@ -29,8 +29,8 @@ NO_RAY = "Ray is not installed: pip install 'ray[serve]>=2.60,<2.61'"
 
 
 def name_deployment(engine: EngineConfig, path: Path) -> str:
-    """Name a model in a cluster: by its alias, or its file."""
-    return (engine.alias or path.stem).replace("/", "-")
+    """Name a model in a cluster: by its first alias, or its file."""
+    return next(iter(engine.names), path.stem).replace("/", "-")
 
 
 def digest_model(path: Path) -> str:

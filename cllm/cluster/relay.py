@@ -68,6 +68,7 @@ class RemoteReplica:
         self.load: ReplicaReport | None = None
         self.draining = False
         self.stats = StepStats()  # the last
+        self.preempted: list[str] = []  # ids that the requests have here, as of the last report
         self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
         self.generated = 0
 
@@ -246,9 +247,10 @@ class Relay:
 
     def receive(self, replica: RemoteReplica, message: FromReplica) -> None:
         match message:
-            case StepReport(outputs, stats):
+            case StepReport(outputs, stats, preempted):
                 self._process(replica, outputs)
-                replica.stats = stats
+                replica.stats, known = stats, replica.requests
+                replica.preempted = [known[each].request.id for each in preempted if each in known]
                 self._work = stats if self._work is None else add_work(self._work, stats)
             case ReplicaReport(gateways=gateways):
                 joined, replica.load = not replica.available, message
@@ -397,7 +399,8 @@ class Relay:
             outputs, self._outputs = tuple(self._outputs), []
             work, self._work = self._work or StepStats(), None
             states = [replica.stats for replica in self.replicas]
-            self._emit(StepReport(outputs, add_states(work, states)))
+            preempted = tuple(each for replica in self.replicas for each in replica.preempted)
+            self._emit(StepReport(outputs, add_states(work, states), preempted))
 
     def _settle_calls(self) -> None:
         for call_id in [call_id for call_id, metrics in self._calls.items() if not metrics.left]:

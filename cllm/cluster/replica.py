@@ -338,7 +338,7 @@ class ReplicaServer:
         self.load.processed(report.outputs, report.stats, time.monotonic())
         for link in set(self._owners.values()):
             own = tuple(each for each in report.outputs if self._owners.get(each.request_id) is link)
-            link.send(StepReport(own, report.stats))
+            link.send(StepReport(own, report.stats, report.preempted))
         for output in report.outputs:
             if output.finish_reason is not None:
                 self._owners.pop(output.request_id, None)

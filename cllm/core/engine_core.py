@@ -298,7 +298,8 @@ class EngineCore:
             **new,
             **work,  # type: ignore[arg-type]
         )
-        self._emit(StepReport(outputs, stats))
+        preempted = tuple(each.id for each in scheduler.waiting if each.preempted)
+        self._emit(StepReport(outputs, stats, preempted))
 
     @property
     def idle(self) -> bool:

@@ -323,7 +323,7 @@ class EngineClient:
                 changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
-        self._queue.charge_slots({output.request_id for output in report.outputs})
+        self._queue.charge_slots({*report.preempted, *(output.request_id for output in report.outputs)})
         self.metrics.generated_tokens.inc(generated)
         if completed and self._backoff.count:
             self._backoff.progress()

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import math
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,13 +161,15 @@ class RequestQueue:
         A tenant that holds less than its share of a full queue is let in all the same.
         """
         count, waiting_tokens = self.waiting
-        has_share = self.tenants.has_share
-        if count >= self.queue_size and has_share(tenant, tenant.waiting, self.queue_size):
+        has_share, queues = self.tenants.has_share, (self._generation, self._embedding)
+        held = sum(queue.held[tenant] for queue in queues)
+        held_tokens = sum(queue.held_tokens[tenant] for queue in queues)
+        if count >= self.queue_size and has_share(tenant, held, self.queue_size):
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(count, self.queue_size, retry_after_s)
         # A prompt larger than the whole queue may wait alone: it could never be accepted otherwise.
         full = self.queue_tokens and count and waiting_tokens + tokens > self.queue_tokens
-        if full and tenant.waiting and has_share(tenant, tenant.waiting_tokens + tokens, self.queue_tokens):
+        if full and held and has_share(tenant, held_tokens + tokens, self.queue_tokens):
             retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
             raise QueueFull(waiting_tokens, self.queue_tokens, retry_after_s, what="prompt tokens")
 
@@ -231,13 +233,14 @@ class RequestQueue:
             return None
         return queue.pop(now, free, self.tenants.kept_places(sequences))
 
-    def charge_slots(self, heard: Collection[str]) -> None:
+    def charge_slots(self, exempt: Collection[str]) -> None:
         """Charge tenants for slots after a step: an answer that was left out of it has had one all the same.
 
-        Else costly requests, which get few turns, would take slot after slot for few tokens.
+        Else costly requests, which get few turns, would take slot after slot for few tokens. Those that had
+        an output or hold no slot are `exempt`.
         """
         for request_id, state in self._engine.items():
-            if state.last_token is not None and request_id not in heard:
+            if state.last_token is not None and request_id not in exempt:
                 state.tenant.virtual += 1 / state.tenant.limits.weight
 
     def close(self, state: RequestState) -> None:
@@ -403,6 +406,7 @@ class FairQueue:
         self._pushed = 0  # in all
         self.count = 0
         self.tokens = 0  # of the prompts that wait
+        self.held, self.held_tokens = Counter[Tenant](), Counter[Tenant]()  # the same, of each tenant
         self.running = 0  # requests from here that are in the engine
 
     def __iter__(self) -> Iterator[RequestState]:
@@ -417,7 +421,8 @@ class FairQueue:
         """Add a request; one that was in a crash goes back to the head, before all others."""
         tenant = state.tenant
         tenant.waiting += 1
-        tenant.waiting_tokens += state.input_tokens
+        self.held[tenant] += 1
+        self.held_tokens[tenant] += state.input_tokens
         if tenant not in self._tenants.active:
             self._tenants.activate(tenant)
         self.count += 1
@@ -488,7 +493,10 @@ class FairQueue:
     def remove(self, state: RequestState) -> None:
         self.count -= 1
         state.tenant.waiting -= 1
-        state.tenant.waiting_tokens -= state.input_tokens
+        self.held[state.tenant] -= 1
+        self.held_tokens[state.tenant] -= state.input_tokens
+        if not self.held[state.tenant]:
+            del self.held[state.tenant], self.held_tokens[state.tenant]
         self.tokens -= state.input_tokens
         if state.crashes:
             self.replayed.remove(state)

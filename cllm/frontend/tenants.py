@@ -65,8 +65,7 @@ class Tenant:
         self.name = name
         self.virtual = 0.0
         self.tokens = 0  # had in all, prompt and generated
-        self.waiting = self.waiting_tokens = 0  # requests, and tokens of their prompts
-        self.running = 0
+        self.waiting = self.running = 0  # requests, in the queues of all engines
         self.drain_rate = DrainRate()
         self.peak = self.last_peak = 0  # maximum in the engine at once: of this period, of the last one
         self.limit(limits)

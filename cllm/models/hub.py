@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlencode, urljoin, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 import msgspec
@@ -125,10 +125,9 @@ class Hub:
                 with self.stream(url, {}, LIST_TIMEOUT_S) as response:
                     self.check(response, "")
                     answer = msgspec.json.decode(self._read(response))
-                    following = urljoin(url, response.links.get("next", {}).get("url", ""))
-                    if _origin(following) != _origin(url):
-                        raise HubError(f"{_host(url)} lists more at another address; try another mirror")
-                    return answer, following
+                    # A mirror passes on the hub's own address: only the query of the next page counts.
+                    following = urlsplit(response.links.get("next", {}).get("url", url))
+                    return answer, urlsplit(url)._replace(query=following.query).geturl()
             except TemporaryError as error:
                 reason, wait_s, over = str(error), error.retry_after_s, False
             except httpx.HTTPError as error:

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, compile_path
 
 from cllm import __version__
-from cllm.config import ServerConfig
+from cllm.config import ServerConfig, split_list
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, NotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
@@ -30,7 +30,7 @@ from cllm.server.dialects.responses import ResponseStore
 from cllm.server.generation import GenerationBody
 from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
-from cllm.server.middleware import PAGE_FILES, RequestMiddleware, split_list
+from cllm.server.middleware import PAGE_FILES, RequestMiddleware
 from cllm.server.openapi import make_description
 from cllm.server.turns import TenantTurns
 

@@ -20,7 +20,6 @@ from cllm.errors import ClientGone, InvalidRequest
 from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_TEXT, MAX_VALUES, check
 from cllm.server.turns import run_in_turn
 
-JSON_TYPE = "application/json"
 NOT_AN_OBJECT = "the body is not a JSON object"
 NO_NUL = "^[^\0]*$"
 FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,256}$"
@@ -269,10 +268,6 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
         if kind.OPTIONAL:
             return kind.parse({})
         raise InvalidRequest(NOT_AN_OBJECT)
-    # Any page can send a body without a type, and no browser asks before; but it names the page.
-    headers = http.headers
-    if "content-type" not in headers and ("origin" in headers or "sec-fetch-site" in headers):
-        raise InvalidRequest(f"the body must be JSON: send it with 'Content-Type: {JSON_TYPE}'")
     return await run_in_turn(http, partial(decode, data, kind, http.app.state.add_defaults))
 
 

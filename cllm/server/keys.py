@@ -11,6 +11,7 @@ A key is 256 random bits, so a plain SHA-256 cannot be reversed; a slow hash wou
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import logging
@@ -18,7 +19,8 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,45 +85,66 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"{name!r} is no name of a key: up to 64 letters, digits, '-' and '_'")
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Keep other commands from changing the file meanwhile. Raises ConfigError for errors of the system."""
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY)  # the file itself is replaced
+        try:
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
+
+
 def add_key(path: Path, name: str, *, admin: bool) -> str:
     """Make a key, append its hash to the file (made if missing, readable by its owner alone), return the key.
 
     Raises ConfigError for a name that is taken or cannot be one.
     """
     _check_name(name)
-    if path.exists() and path.stat().st_size and name in {one.name for one in read_keys(path).values()}:
-        raise ConfigError(f"there is a key named {name!r} in {path} already: `cllm keys rm` removes it")
     key = PREFIX + secrets.token_urlsafe(32)
     table = f'[{name}]\nhash = "sha256:{digest(key).hex()}"\nrole = "{"admin" if admin else "user"}"\n\n'
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "a") as file:
+    with _writing(path):
+        if path.exists() and path.stat().st_size and name in {one.name for one in read_keys(path).values()}:
+            raise ConfigError(f"there is a key named {name!r} in {path} already: `cllm keys rm` removes it")
+        with open(path, "a", opener=_open_private) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(table)
-    except OSError as error:
-        raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
     return key
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from the file; the other tables stay as they are written. Raises ConfigError."""
-    names = [one.name for one in read_keys(path).values()]
-    if name not in names:
-        raise ConfigError(f"there is no key {describe_unknown(name, names)} in {path}")
-    if len(names) == 1:
-        raise ConfigError(f"{name} is the only key in {path}: make another one first, or delete the file")
-    # Up to the next table, or the comments above it.
-    table = rf"^\[{name}\][^\n]*\n(?:(?!(?:#[^\n]*\n)*\[)[^\n]+\n?|\n)*"
-    left, document = re.sub(table, "", path.read_text(), flags=re.MULTILINE), _read_document(path)
-    if tomllib.loads(left) != {each: entry for each, entry in document.items() if each != name}:
-        raise ConfigError(f"{path} is not written as `cllm keys new` does it: remove [{name}] in an editor")
-    new = path.resolve().with_suffix(".new")
-    try:
-        with open(new, "w", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+    """Remove a key from the file; the other tables stay as they are written. Raises ConfigError.
+
+    The file keeps its owner, where this process may set one.
+    """
+    with _writing(path):
+        names = [one.name for one in read_keys(path).values()]
+        if name not in names:
+            raise ConfigError(f"there is no key {describe_unknown(name, names)} in {path}")
+        if len(names) == 1:
+            raise ConfigError(f"{name} is the only key in {path}: make another one first, or delete the file")
+        # Up to the next table, or the comments above it.
+        table = rf"^\[{name}\][^\n]*\n(?:(?!(?:#[^\n]*\n)*\[)[^\n]+\n?|\n)*"
+        left, document = re.sub(table, "", path.read_text(), flags=re.MULTILINE), _read_document(path)
+        if tomllib.loads(left) != {each: entry for each, entry in document.items() if each != name}:
+            raise ConfigError(
+                f"{path} is not written as `cllm keys new` does it: remove [{name}] in an editor"
+            )
+        old, new = path.stat(), path.resolve().with_suffix(".new")
+        with open(new, "w", opener=_open_private) as file:
+            with suppress(PermissionError):
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
             file.write(left)
         new.replace(path.resolve())
-    except OSError as error:
-        raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
 
 
 class KeyRing:

@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.config import ServerConfig
+from cllm.config import ServerConfig, split_list
 from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
 from cllm.frontend.engine_registry import ModelLease
@@ -25,6 +25,7 @@ from cllm.types import TenantLimits
 PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/ready", "/")  # the paths that never need a key, beside files of the page
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
+CHANGES = ("POST", "DELETE")  # the methods that change something
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id", "x-request-id")  # that a page may read
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # In the scope: the server's own `send`, the one that adds headers, and the leases of the request's models.
@@ -39,11 +40,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
-
-
-def split_list(setting: str) -> list[str]:
-    """The items of a comma-separated setting."""
-    return [item.strip() for item in setting.split(",") if item.strip()]
 
 
 class RequestMiddleware:
@@ -180,6 +176,8 @@ class RequestMiddleware:
     def _limit_body(self, scope: Scope, receive: Receive) -> Receive:
         """Refuse large headers (431), bodies that are not plain JSON (415), and bodies over the limit (413).
 
+        A web page of another origin must name the type (415), also without a body.
+
         Where the header has a length, it decides: the server reads no more than that. Else a body is counted
         as it streams in, before anything parses it.
         """
@@ -193,10 +191,12 @@ class RequestMiddleware:
         if size > self._max_header_bytes:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
             raise HttpError(431, "headers_too_large", message)
-        if scope["method"] == "POST" and kind not in (b"", b"application/json"):
+        # Any page can send a request without a type, or of a form's, and no browser asks before.
+        posts, typed = scope["method"] == "POST", kind == b"application/json"
+        if not typed and ((posts and kind) or (scope["method"] in CHANGES and _is_foreign_page(values))):
             message = "the body must be JSON: send it with 'Content-Type: application/json'"
             raise HttpError(415, "unsupported_media_type", message)
-        if scope["method"] == "POST" and encoding != b"identity":
+        if posts and encoding != b"identity":
             message = "the body must not be compressed: send it without 'Content-Encoding'"
             raise HttpError(415, "unsupported_media_type", message)
         if length.isdigit() and b"transfer-encoding" not in values:
@@ -230,6 +230,15 @@ def check_operator(scope: Scope, what: str) -> None:
     """Raise Forbidden unless a request is an operator's; `what` needs one."""
     if not scope["state"]["tenant"].admin:
         raise Forbidden(f"{what} needs an admin's API key, or, without keys, a server on a loopback address")
+
+
+def _is_foreign_page(headers: dict[bytes, bytes]) -> bool:
+    """True for a request that a browser sends for a page of another origin."""
+    if (site := headers.get(b"sec-fetch-site")) is not None:
+        return site not in (b"same-origin", b"none")
+    # Browsers leave that header out towards plain http:// addresses of other machines.
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
 def _get_key(scope: Scope) -> str | None:

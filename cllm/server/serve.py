@@ -15,13 +15,13 @@ from types import FrameType
 
 import uvicorn
 
-from cllm.config import ServerConfig
+from cllm.config import ServerConfig, split_list
 from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
 from cllm.server.keys import KeyRing
-from cllm.server.middleware import is_loopback, split_list
+from cllm.server.middleware import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -32,6 +32,12 @@ def test_what_the_progress_raises_ends_the_loading(models: dict[str, Path], last
     assert len(seen) == last + 1 and seen == sorted(seen)
 
 
+def test_a_model_has_the_first_name_of_its_alias(models: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(models["dense"]), alias="one, two")
+    with LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True) as model:
+        assert model.name == "one"
+
+
 def test_a_runner_gives_up_before_it_reads_the_weights(models: dict[str, Path]) -> None:
     calls = 0
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cllm.cli.main import app
@@ -200,6 +201,19 @@ def test_run_answers_a_prompt_and_what_is_piped_to_it(scripted: Server) -> None:
         input=b"\x89PNG\xff", capture_output=True, timeout=60, env=environment(**here),
     )  # fmt: skip
     assert (binary.returncode, binary.stderr) == (2, b"cllm: standard input is no text in UTF-8\n")
+
+
+@pytest.mark.parametrize("command", ["run PROMPT <&-", "run PROMPT </dev/null", "run - <&-", "chat <&-"])
+def test_closed_standard_input_is_an_empty_one(scripted: Server, command: str) -> None:
+    start = f"{sys.executable} -c 'from cllm.cli.main import main; main()' {command}"
+    done = subprocess.run(
+        ["sh", "-c", start.replace("PROMPT", '"$PROMPT"')], capture_output=True, text=True, timeout=60,
+        env=environment(CLLM_URL=scripted.url, PROMPT=say("answered")),
+    )  # fmt: skip
+    if "PROMPT" in command:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "answered\n", "")
+    else:
+        assert done.returncode == 2 and done.stderr.startswith("cllm: there is no ")
 
 
 def test_run_says_where_an_answer_was_cut(scripted: Server, tiny_model: Path) -> None:

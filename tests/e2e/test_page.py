@@ -152,6 +152,8 @@ def test_text_json_code_and_formulas_are_shown_as_written(visit: Visit) -> None:
     text = json.dumps({"name": "__init__", "body": "*a* <b>\n# c"})
     visitor.ask(say(text))
     assert page.locator(".code pre").last.inner_text().strip() == text
+    visitor.ask(say('{"name": is *no* JSON}'))
+    assert page.locator(".markdown").last.locator("em").inner_text() == "no"
     before = [url for url in visitor.requests if "highlight" in url or "katex" in url.lower()]
     assert [url.rpartition("/")[2] for url in before] == ["highlight.min.js"], "only what was needed"
     visitor.ask(
@@ -287,6 +289,49 @@ def test_two_tabs_share_conversations_and_overwrite_none(visit: Visit) -> None:
     two.check()
 
 
+TELL = """async message => {
+  const id = sessionStorage.getItem("cllm.open");
+  new BroadcastChannel("cllm").postMessage({ id, ...message }); }"""
+IS_STORED = """(async () => {
+  const storage = await import(new URL("page/storage.js", document.baseURI));
+  return Boolean(await storage.load(sessionStorage.getItem("kept"))); })()"""
+
+
+def test_an_answer_of_a_killed_tab_can_be_stopped(visit: Visit) -> None:
+    visitor = visit()
+    visitor.ask(say("Of this tab."))
+    last = visitor.page.locator(".message").last.get_attribute("data-id")
+    visitor.page.evaluate(TELL, {"node": last})
+    visitor.page.click("#stop")
+    visitor.wait_answered()
+    # Of a conversation that this tab does not know: leaving the page saves what it does.
+    visitor.page.evaluate(TELL, {"id": A, "node": B})
+    visitor.ask(say("More."))
+    visitor.page.evaluate("dispatchEvent(new Event('pagehide'))")
+
+
+def test_a_conversation_deleted_in_another_tab_is_removed_here(visit: Visit) -> None:
+    visitor = visit()
+    visitor.ask(say("To be deleted."))
+    visitor.page.evaluate("sessionStorage.setItem('kept', sessionStorage.getItem('cllm.open'))")
+    assert visitor.page.evaluate(IS_STORED)
+    visitor.page.evaluate(TELL, {"gone": True})
+    visitor.page.wait_for_selector("#chat.blank")
+    visitor.until(IS_STORED.join(("(async () => !await ", ")()")))
+
+
+def test_comments_of_a_stream_are_heard(visit: Visit) -> None:
+    heard = """async () => {
+      const { readEvents } = await import(new URL("page/server.js", document.baseURI));
+      const parts = [":\\n\\n", ":\\n\\n", "data: 1\\n\\n"].map(part => new TextEncoder().encode(part));
+      const pull = sink => parts.length ? sink.enqueue(parts.shift()) : sink.close();
+      const answer = new Response(new ReadableStream({ pull }));
+      let heard = 0, events = 0;
+      for await (const _ of readEvents(answer, () => { heard++; })) events++;
+      return [heard, events]; }"""
+    assert visit().page.evaluate(heard) == [3, 1]
+
+
 def test_an_answer_goes_on_while_another_conversation_is_open(visit: Visit, server: Server) -> None:
     visitor = visit()
     page = visitor.page
@@ -346,6 +391,16 @@ def test_an_error_says_what_to_do_and_trying_again_helps(visit: Visit) -> None:
     visitor.wait_answered()
 
 
+A, B = "a" * 16, "b" * 16
+
+
+def make_export(parents: dict[str, str]) -> dict[str, Any]:
+    """A conversation as a file has it, by the parent of each message."""
+    message = {"role": "user", "content": "x"}
+    nodes = {id: {"id": id, "parent": parent, **message} for id, parent in parents.items()}
+    return {"id": "c" * 16, "nodes": nodes, "chosen": {parent: id for id, parent in parents.items()}}
+
+
 def test_conversations_are_found_renamed_and_imported(visit: Visit, tmp_path: Path) -> None:
     visitor = visit()
     page = visitor.page
@@ -372,9 +427,9 @@ def test_conversations_are_found_renamed_and_imported(visit: Visit, tmp_path: Pa
     page.click("#delete-all")
     page.click("#ask-ok")
     page.wait_for_selector("#chat.blank")
-    for number, text in enumerate(
-        ("no JSON", "[]", '{"id": "a"}', '[{"id": "a", "nodes": {"b": {}}, "chosen": {}}]')
-    ):
+    hostile = [{"": ""}, {"__proto__": ""}, {A: "__proto__"}, {A: A}, {A: B, B: A}]
+    texts = ["no JSON", "[]", '{"id": "a"}', '[{"id": "a", "nodes": {"b": {}}, "chosen": {}}]']
+    for number, text in enumerate([*texts, *(json.dumps(make_export(each)) for each in hostile)]):
         wrong = tmp_path / f"{number}.json"
         wrong.write_text(text)
         page.set_input_files("#import-file", wrong)

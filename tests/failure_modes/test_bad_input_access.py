@@ -242,7 +242,29 @@ def test_a_foreign_page_cannot_post_without_asking(tiny: Server) -> None:
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         for page in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
             answer = tiny.client.post("/generate", content=body, headers={**page, **kind})
-            assert "application/json" in refusal(answer, 415 if kind else 400)
+            assert "application/json" in refusal(answer, 415)
+
+
+@pytest.mark.failure_mode("foreign-host")
+@pytest.mark.parametrize("path", ["/admin/cache/clear", "/slots/0?action=erase"])
+def test_a_foreign_page_cannot_post_without_a_body(tiny: Server, path: str) -> None:
+    own = {"origin": tiny.url, "host": tiny.url.partition("://")[2]}
+    for page in (
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": tiny.url.rpartition(":")[0]},  # another port of this machine
+        {"origin": tiny.url, "sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        refusal(tiny.client.post(path, headers=page), 415)
+    for page in ({}, own, {**own, "sec-fetch-site": "same-origin"}):
+        assert tiny.client.post(path, headers=page).status_code == 200
+
+
+@pytest.mark.failure_mode("foreign-host")
+def test_a_foreign_page_cannot_delete_without_a_type(tiny: Server) -> None:
+    for page, status in (({"sec-fetch-site": "cross-site"}, 415), ({}, 404)):
+        refusal(tiny.client.delete("/v1/responses/resp_1", headers=page), status)
 
 
 @pytest.mark.failure_mode("foreign-host")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from cllm.errors import (
     ShuttingDown,
 )
 from cllm.frontend.engine_client import EngineClient
+from cllm.llm import _get_loop
 from cllm.testing import CHAT_TEMPLATE, FakeRunner, ScriptedRunner, say
 from cllm.types import SamplingOptions
 from tests.driver.server import wait_for
@@ -229,6 +231,53 @@ def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
             await llm.generate("x")
 
     asyncio.run(use())
+
+
+def test_a_cancelled_first_call_leaves_the_model_to_the_next(slow: SlowLoad) -> None:
+    async def use() -> None:
+        llm = make_llm(AsyncLLM, slow)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.generate("x"), 0.05)
+        slow.finish.set()
+        assert await llm.generate("x", max_tokens=2)
+        await llm.close()
+
+    asyncio.run(use())
+
+
+def test_a_failed_load_reaches_the_call_after_a_cancelled_one(slow: SlowLoad) -> None:
+    def fail(config: EngineConfig) -> FakeRunner:
+        slow(config)
+        raise ModelFileError("no such file")
+
+    async def use() -> None:
+        llm = make_llm(AsyncLLM, fail)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.open(), 0.05)
+        slow.finish.set()
+        await asyncio.wait([asyncio.wrap_future(llm._engine.loaded)])
+        with pytest.raises(ModelFileError, match="no such file"):
+            await llm.generate("x")
+
+    asyncio.run(use())
+
+
+def test_threads_share_one_event_loop_from_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, make = threading.Barrier(2), asyncio.new_event_loop
+
+    def make_slowly() -> asyncio.AbstractEventLoop:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.1)  # without a lock, the other thread comes here, too
+        return make()
+
+    _get_loop.cache_clear()
+    monkeypatch.setattr(asyncio, "new_event_loop", make_slowly)
+    models = [make_llm(LLM, make_fake) for _ in range(2)]
+    for opening in [run(llm.open) for llm in models]:
+        opening.result(PATIENCE_S)
+    assert models[0]._model._loop is models[1]._model._loop
+    for llm in models:
+        llm.close()
 
 
 def test_a_model_is_opened_once_however_often_it_is_entered() -> None:

@@ -34,6 +34,7 @@ from cllm.config import (
     settle_itl,
 )
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
+from cllm.memory import read_available_memory
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
@@ -55,19 +56,10 @@ MAX_MORE_CPU_LAYERS = 1.25  # times as many on the CPU, which the time of a step
 
 
 def available_memory() -> int | None:
-    """Bytes that the system has available, or None where it does not say. A container's limit counts."""
-    found = []
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError):  # the word "max": no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        usage = Path("/sys/fs/cgroup/memory.stat").read_text().split()
-        held = sum(int(usage[usage.index(name) + 1]) for name in ("anon", "shmem"))
-        found.append(max(0, limit - held))
+    """Bytes that are available to this model, or None where the system does not say."""
+    available = read_available_memory()
     limit, freed = ROOM.get("host", (1 << 62, 0))
-    return min(limit, min(found) + freed) if found else None
+    return None if available is None else min(limit, available + freed)
 
 
 def list_free_devices() -> list[Device]:

@@ -126,7 +126,8 @@ class LlamaModel(Owned):
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
         self.file = path.name
-        self.name = config.alias or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of all files of a model
+        # Of all files of a model.
+        self.name = next(iter(config.names), re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))
         self.vocabulary = LlamaVocabulary(self)
         self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from cllm.core.kv_cache.prefix_index import Match
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
+from cllm.memory import read_available_memory
 
 
 class DiskLoader:
@@ -28,11 +28,9 @@ class DiskLoader:
         self._transfer = transfer
         self._host, self._cost = transfer.host, transfer.cost
 
-    @property
-    def _max_bytes(self) -> int:
-        """What a state may take in RAM for the moment in which it is written or restored."""
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(self._host.limit, free // 2)
+    def _fits(self, size: int) -> bool:
+        """True for a state that RAM holds for the moment in which it is written or restored."""
+        return size <= self._host.limit or size <= (read_available_memory() or 0) // 2
 
     def take(self, sequence: Sequence) -> None:
         """The wait of a sequence is over, if it did wait: put what was read into RAM."""
@@ -64,7 +62,7 @@ class DiskLoader:
         found = (
             match
             for match in disk.matches(tenant, sequence.tokens[:-1], known + 1)
-            if len(match.value.tokens) <= max_tokens and match.value.size <= self._max_bytes
+            if len(match.value.tokens) <= max_tokens and self._fits(match.value.size)
         )
         best = max(found, key=self._gain_s, default=None)
         if best is None or self._gain_s(best) <= gain_s:
@@ -89,7 +87,7 @@ class DiskLoader:
         entries = [weakref.ref(entry) for entry in reversed(self._host.entries)]
         for content in filter(None, (known() for known in contents)):
             size = self._transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
-            if size <= self._max_bytes:
+            if self._fits(size):
                 save, save_s = partial(self._save, content), self._cost.save_s(size)
                 yield Candidate(content.tenant, content.tokens, size, save_s, token_s, save)
         for known in entries:

@@ -143,9 +143,7 @@ class SlotChoice:
         if self._runner.info.recurrent:  # whose states must not be moved about by padding
             return gap_s, runs
         lowest, highest = min(running), max(running)
-        padding = (
-            max(lowest - slot, slot - highest, 0) - 1
-        )  # within a gap, it takes the place of a padding row
+        padding = max(lowest - slot, slot - highest, 0) - 1  # inside a gap it takes a padding row's place
         return min(gap_s, padding * step.row), runs
 
     def _steps_left(self, sequence: Sequence) -> float:

@@ -71,17 +71,22 @@ class KVTransfer:
             return measured
         return self.cost.restore_s(self.state_bytes(self.runner.limits.sequence_cells))
 
+    @property
+    def _device_copy_s(self) -> float | None:
+        """Seconds to copy a slot's KV stream on its device; None where it goes by way of RAM."""
+        return self.runner.stream_copy_s if self.cuttable else None
+
     def relocate_s(self, tokens: int) -> float:
         """Seconds to bring what a slot holds to another; infinite where others would wait too long."""
-        if self.runner.stream_copy_s is not None and self.cuttable:
-            return self.runner.stream_copy_s
+        if self._device_copy_s is not None:
+            return self._device_copy_s
         seconds, budget = self.move_s(self.state_bytes(tokens)), self._budget
         return seconds if seconds <= budget.max_overrun * budget.target_s else math.inf
 
     def relocate(self, source: int, target: int, position: int) -> bool:
         """Bring what a slot holds to an empty one as well; False if that fails."""
         try:
-            if self.runner.stream_copy_s is not None and self.cuttable:
+            if self._device_copy_s is not None:
                 return self.runner.copy(source, target, position) == position
             state = self.save(source)
             restored = state is not None and self.restore(target, state)

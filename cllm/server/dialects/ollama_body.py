@@ -144,6 +144,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
 
     def __post_init__(self) -> None:
         force_setattr(self.options, "format", self.format)
+        force_setattr(self.options, "stream", self.stream)  # the body's default is another
 
     @property
     def top(self) -> int | None:

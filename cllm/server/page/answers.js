@@ -1,11 +1,11 @@
 // Answers: each streams into its message, whichever conversation is shown meanwhile.
 import { t } from "./language.js";
 import { keep, running } from "./conversations.js";
-import { doubt } from "./health.js";
+import { watchHealth } from "./health.js";
 import { ask, readEvents, ServerError } from "./server.js";
 
-// Between two updates of an answer that streams: at least, at most, and by what the last one took.
-const MIN_MS = 100, MAX_MS = 1500, RESTED = 40;
+// The pause between two updates of an answer that streams: at least, at most, and by what the last one took.
+const MIN_PAUSE_MS = 100, MAX_PAUSE_MS = 1500, PAUSE_FACTOR = 40;
 const SAVE_MS = 1000, QUIET_MS = 1500;
 let left = false;
 addEventListener("pagehide", () => { left = true; });
@@ -32,15 +32,16 @@ function take(node, event) {
 // Reads the answer to `body` into a message of a conversation; calls `show` as it grows, with a text while it waits.
 export async function stream(conversation, node, body, show) {
   const abort = new AbortController();
-  let due = null, rest_ms = MIN_MS, saved = 0, heard = performance.now();
+  let due = null, pause_ms = MIN_PAUSE_MS, saved = 0, heard = performance.now();
   const update = () => {
     const began = performance.now();
     show();
-    rest_ms = Math.min(MAX_MS, Math.max(MIN_MS, RESTED * (performance.now() - began)));
+    pause_ms = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, PAUSE_FACTOR * (performance.now() - began)));
     due = null;
     if (began - saved > SAVE_MS) { saved = began; keep(conversation); }
   };
-  const quiet = setInterval(() => { if (performance.now() - heard > QUIET_MS) doubt(); }, QUIET_MS / 3);
+  const hear = () => { heard = performance.now(); };
+  const quiet = setInterval(() => { if (performance.now() - heard > QUIET_MS) { hear(); watchHealth(); } }, QUIET_MS / 3);
   node.revision = (node.revision || 0) + 1;
   running.set(conversation.id, { node: node.id, stop: () => abort.abort(), own: true });
   keep(conversation);
@@ -48,18 +49,17 @@ export async function stream(conversation, node, body, show) {
     const response = await ask("v1/chat/completions", { method: "POST", body, signal: abort.signal });
     const position = Number(response.headers.get("X-Queue-Position"));
     if (position) show(t("queued", { position }));
-    for await (const { data } of readEvents(response)) {
-      heard = performance.now();
+    for await (const { data } of readEvents(response, hear)) {
       if (data === "[DONE]") break;
       take(node, JSON.parse(data));
-      due ??= setTimeout(update, rest_ms);
+      due ??= setTimeout(update, pause_ms);
     }
     if (!node.end) throw new Error();
   } catch (error) {
     if (left) return;  // what there is was left behind
     if (abort.signal.aborted) node.stopped = true;
     else node.error = error instanceof ServerError ? error.message : t(node.content ? "lost_inside" : "lost");
-    if (!abort.signal.aborted) doubt();
+    if (!abort.signal.aborted) watchHealth();
   } finally {
     clearTimeout(due);
     clearInterval(quiet);

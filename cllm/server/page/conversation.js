@@ -3,6 +3,21 @@ export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)),
 
 const isText = value => typeof value === "string";
 const isObject = value => typeof value === "object" && value !== null && !Array.isArray(value);
+const isId = value => isText(value) && /^[0-9a-f]{16}$/.test(value);  // as `newId` makes them
+
+// True where every message leads to a first one.
+function hasNoCycle(nodes) {
+  const ended = new Set();
+  for (const id of Object.keys(nodes)) {
+    const way = new Set();
+    for (let at = id; nodes[at] && !ended.has(at); at = nodes[at].parent) {
+      if (way.has(at)) return false;
+      way.add(at);
+    }
+    for (const each of way) ended.add(each);
+  }
+  return true;
+}
 
 export class Conversation {
   constructor(data = {}) {
@@ -10,7 +25,7 @@ export class Conversation {
     this.title = data.title || "";
     this.updated = data.updated || Date.now();
     this.revision = data.revision || 0;  // of title and choices; a message has one of its own
-    this.nodes = data.nodes || {};  // by id: { id, parent, role, content, … }
+    this.nodes = Object.assign(Object.create(null), data.nodes);  // by id: { id, parent, role, content, … }
     this.chosen = data.chosen || {};  // by parent ("" for none): the id of the child that is shown
   }
 
@@ -21,11 +36,12 @@ export class Conversation {
 
   // One from a file, whose content is of any kind; undefined where it is no conversation.
   static read(data) {
-    const good = node => isObject(node) && isText(node.parent) && isText(node.content) && ["user", "assistant", "tool"].includes(node.role)
+    const good = node => isObject(node) && isId(node.id) && (node.parent === "" || isId(node.parent)) && isText(node.content) && ["user", "assistant", "tool"].includes(node.role)
       && isText(node.reasoning ?? "") && isText(node.error ?? "") && Array.isArray(node.calls ?? [])
       && (node.calls || []).every(call => isObject(call) && isText(call.id) && isText(call.name) && isText(call.text));
-    if (!isObject(data) || !isText(data.id) || !isText(data.title ?? "") || !isObject(data.nodes) || !isObject(data.chosen)) return undefined;
+    if (!isObject(data) || !isId(data.id) || !isText(data.title ?? "") || !isObject(data.nodes) || !isObject(data.chosen)) return undefined;
     if (!Object.entries(data.nodes).every(([id, node]) => good(node) && node.id === id)) return undefined;
+    if (!hasNoCycle(data.nodes) || !Object.entries(data.chosen).every(([parent, id]) => (parent === "" || isId(parent)) && isId(id))) return undefined;
     return new Conversation({ ...data, updated: Number(data.updated) || 0, revision: Number(data.revision) || 0 });
   }
 
@@ -70,8 +86,9 @@ export class Conversation {
     for (const node of Object.values(data.nodes)) {
       const mine = this.nodes[node.id] ||= node;
       if (mine === node || !((node.revision || 0) > (mine.revision || 0))) continue;
+      const { parent } = mine;  // a message stays where it is: two trees could make a cycle
       for (const name of Object.keys(mine)) delete mine[name];
-      Object.assign(mine, node);
+      Object.assign(mine, node, { parent });
     }
     const newer = (data.revision || 0) > this.revision;
     this.chosen = newer ? { ...this.chosen, ...data.chosen } : { ...data.chosen, ...this.chosen };

@@ -18,7 +18,7 @@ export async function keep(conversation) {
   if (conversation.gone) return;
   conversations.set(conversation.id, conversation);
   try { await storage.save(conversation.data); } catch { dispatchEvent(new Event("unsaved")); }
-  announce(conversation.id);
+  if (!conversation.gone) announce(conversation.id);
 }
 
 function drop(id) {
@@ -33,22 +33,24 @@ function drop(id) {
 
 // Forgets one, or all of them.
 export async function forget(id) {
-  await (id ? storage.remove(id) : storage.removeAll()).catch(() => {});
   for (const each of id ? [id] : [...conversations.keys()]) { drop(each); channel.postMessage({ id: each, gone: true }); }
+  await (id ? storage.remove(id) : storage.removeAll()).catch(() => {});
 }
 
 async function hear({ hello, id, node, stop, gone }) {
   const now = running.get(id);
   if (hello) for (const [each, { own }] of running) { if (own) announce(each); }
   if (!id) return;
-  if (gone) { drop(id); return; }
+  if (gone) { drop(id); await storage.remove(id).catch(() => {}); return; }  // after what this tab may be saving
   if (stop) { if (now?.own) now.stop(); return; }
   if (!now?.own) {
-    if (node) running.set(id, { node, stop: () => channel.postMessage({ id, stop: true }) });
+    const free = () => { channel.postMessage({ id, stop: true }); running.delete(id); changed(id); };  // its tab may be dead
+    if (node) running.set(id, { node, stop: free });
     else running.delete(id);
   }
-  const data = await storage.load(id).catch(() => undefined);
-  if (data) find(id).take(data);
+  const conversation = find(id), data = await storage.load(id).catch(() => undefined);
+  if (conversation.gone) return;
+  if (data) conversation.take(data);
   changed(id);
 }
 
@@ -65,8 +67,9 @@ export async function startConversations(drafted) {
   storage.watch((id, text, old) => { if (text && !id.includes("/")) find(id); drafted(id, text, old); }, takeLeft);
   addEventListener("pagehide", () => {
     for (const [id, { own, node }] of running) {
+      if (!own) continue;
       const { data, nodes } = conversations.get(id), { parent } = nodes[node];
-      if (own) storage.leave({ ...data, nodes: { [node]: nodes[node], [parent]: nodes[parent] } });
+      storage.leave({ ...data, nodes: { [node]: nodes[node], [parent]: nodes[parent] } });
     }
   });
   try {

@@ -1,9 +1,9 @@
-// Health: a sign while the server, or its engine, does not answer. It is asked only while there is doubt.
+// Health: a sign while the server, or its engine, does not answer. It is asked only while nothing is heard of it.
 const EVERY_MS = 1000;
 let asking = false;
 
 // Asks until all is well; says each state by a "health" event: one of the engine's, or "unreachable".
-export async function doubt() {
+export async function watchHealth() {
   if (asking) return;
   asking = true;
   for (let state = ""; !["ready", "sleeping"].includes(state);) {

@@ -106,10 +106,10 @@ function decorate(fragment) {
   return fragment;
 }
 
-// An answer that is JSON as a whole: Markdown would change it.
-function isJson(text) {
+// An answer that is JSON as a whole: Markdown would change it. While it grows, its beginning decides.
+function isJson(text, whole) {
   if (!JSON_BEGIN.test(text)) return false;
-  try { return !text.includes("\n\n") || Boolean(JSON.parse(text)); } catch { return false; }
+  try { return !(whole || text.includes("\n\n")) || Boolean(JSON.parse(text)); } catch { return false; }
 }
 
 // A growing text: blocks that have not changed keep their elements, so that only the last one is made anew.
@@ -122,7 +122,7 @@ export class MarkdownView {
   // A text that grows is read from its last block on; one that has ended is read `whole` once more.
   set(text, whole, json = false) {
     text = text.replace(/\r\n?/g, "\n");
-    json = text && (json || isJson(text));
+    json = text && (json || isJson(text, whole));
     const kept = whole || json ? 0 : Math.max(0, this.blocks.length - 1);
     const begin = this.blocks.slice(0, kept).reduce((sum, block) => sum + block.raw.length, 0);
     const tail = json ? [{ type: "code", lang: "json", raw: text, text }] : marked.lexer(text.slice(begin));

@@ -1,7 +1,7 @@
 // Server: requests to the server that this page is from, with the visitor's API key.
 import { $, show } from "./dom.js";
 import { t } from "./language.js";
-import { doubt } from "./health.js";
+import { watchHealth } from "./health.js";
 
 const KEPT = "cllm.key";
 let key = sessionStorage.getItem(KEPT) || localStorage.getItem(KEPT) || "";
@@ -45,7 +45,7 @@ export async function ask(path, { method = "GET", body, signal, quiet = false } 
     const content = body === undefined ? undefined : JSON.stringify(body);
     const answer = await fetch(path, { method, headers, signal, body: content }).catch(error => {
       if (signal?.aborted) throw error;
-      doubt();
+      watchHealth();
       throw new ServerError(0, "unreachable", t("unreachable"));
     });
     if (answer.ok) return answer;
@@ -63,14 +63,15 @@ async function readError(answer) {
   return new ServerError(answer.status, inside.code || found.error || "", message);
 }
 
-// The server-sent events of a response: { name, data }.
-export async function* readEvents(answer) {
+// The server-sent events of a response: { name, data }. Calls `heard` with whatever comes, also comments.
+export async function* readEvents(answer, heard = () => {}) {
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   let text = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      heard();
       text += decoder.decode(value, { stream: true });
       for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
         let name = "", data = "";

@@ -74,7 +74,7 @@ def test_arguments(served: Served, tmp_path: Path) -> None:
 
 def test_the_first_alias_is_the_name_and_the_others_are_more(served: Served) -> None:
     (model,), _ = ask(served, "--alias", "one, two,three", "--tags", "small,fast")
-    assert (model.engine.alias, model.aliases) == ("one", ("two", "three"))
+    assert (model.engine.names[0], model.aliases) == ("one", ("two", "three"))
     assert model.engine.tags == "small,fast"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cllm.cluster.deployment import count_replicas, decide
+from cllm.cluster.directory import name_deployment
+from cllm.config import EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,8 @@ def test_the_decision_keeps_the_bounds() -> None:
         policy_state={},
     )
     assert decide(context) == (2, {})
+
+
+@pytest.mark.parametrize(("alias", "name"), [("a/b, c", "a-b"), (" ,", "file"), ("", "file")])
+def test_a_deployment_has_the_first_name_of_its_model(alias: str, name: str) -> None:
+    assert name_deployment(EngineConfig(alias=alias), Path("file.gguf")) == name

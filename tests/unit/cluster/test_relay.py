@@ -173,6 +173,15 @@ def test_outputs_of_several_replicas_are_one_report() -> None:
     assert (report.stats.steps, report.stats.running, report.stats.cells_used) == (4, 2, 14)
 
 
+def test_preempted_requests_have_their_own_ids_in_a_report() -> None:
+    gateway = Gateway("a", "b")
+    gateway.submit("r")
+    replica, request = gateway.find("r")
+    gateway.relay.receive(replica.remote, StepReport((), StepStats(), (request.id, "of another gateway")))
+    gateway.relay.flush()
+    assert gateway.last(StepReport).preempted == ("r",)
+
+
 def test_a_request_that_kills_is_isolated_and_failed() -> None:
     gateway = Gateway("a", "b", "c", "d")
     for name in ("poison", "good"):

@@ -58,6 +58,14 @@ def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> Non
     assert driver.stats[-1].disk_bytes > 0 and sum(stats.disk_loads for stats in driver.stats) == 1
 
 
+def test_a_state_beyond_a_containers_memory_is_not_read(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = restart(start, cache_mb=0, swap_space_mb=0)
+    monkeypatch.setattr("cllm.core.kv_cache.disk_loader.read_available_memory", lambda: 10)
+    assert serve(driver)[0] == 0 and driver.core.disk.loads == 0
+
+
 def test_memory_that_cannot_be_cut_comes_back_by_its_checkpoints(start: Start) -> None:
     driver = restart(start, trimmable=False)
     assert serve(driver, (*PROMPT[:199], 5, 6, 7)) == (199, "disk+checkpoint")

@@ -71,9 +71,9 @@ class ScriptedExecutor(ProcessExecutor):
         requests = (command.request for command in self.sent if isinstance(command, Submit))
         return {one.id: one.generated_prefix for one in requests if one.generated_prefix}
 
-    def say(self, *deltas: RequestOutput) -> None:
+    def say(self, *deltas: RequestOutput, preempted: tuple[str, ...] = ()) -> None:
         assert self.receive is not None
-        self.receive(StepReport(deltas, StepStats()))
+        self.receive(StepReport(deltas, StepStats(), preempted))
 
     def die(self) -> None:
         assert self.receive is not None
@@ -422,5 +422,8 @@ def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
     for _ in range(30):
         executor.say(token("cheap"))
     assert cheap.virtual - costly.virtual == 9 and costly.tokens == cheap.tokens - 39
+    for _ in range(5):
+        executor.say(token("cheap"), preempted=("costly",))
+    assert cheap.virtual - costly.virtual == 9 + 5, "preempted, it holds no slot"
     for name in ("cheap", "costly"):
         executor.say(last(name))

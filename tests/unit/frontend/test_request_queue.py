@@ -56,8 +56,15 @@ def limits(sequences: int = 4, *, cells: int = 100_000, unified: bool = False) -
 class Line:
     """An admission with short words for it."""
 
-    def __init__(self, *, queue_size: int = 10_000, queue_tokens: int = 0, sequences: int = 4) -> None:
-        self.queue = RequestQueue(queue_size, queue_tokens)
+    def __init__(
+        self,
+        *,
+        queue_size: int = 10_000,
+        queue_tokens: int = 0,
+        sequences: int = 4,
+        shared: tenants.Tenants | None = None,
+    ) -> None:
+        self.queue = RequestQueue(queue_size, queue_tokens, tenants=shared)
         self.limits = limits(sequences)
         self._count = 0
 
@@ -164,7 +171,19 @@ def test_a_tenant_below_its_share_is_let_into_a_full_queue(clock: Clock) -> None
     assert accepted == {"hog": 0, "b": 4, "c": 2, "d": 2} and line.queue.waiting[0] == 8 + 4 + 2 + 2
     for one in [*line.queue.requests]:
         line.queue.close(one)
-    assert not any(each.waiting or each.waiting_tokens for each in line.queue.tenants.accounts.values())
+    assert not any(each.waiting for each in line.queue.tenants.accounts.values())
+    assert not line.queue._generation.held and not line.queue._generation.held_tokens
+
+
+def test_the_share_of_a_tenant_is_that_of_one_queue(clock: Clock) -> None:
+    """Not of all models: what it has at another one takes no place here."""
+    shared = tenants.Tenants()
+    shared.register({"hog": TenantLimits(), "b": TenantLimits()})
+    here, there = (Line(queue_size=4, queue_tokens=100, shared=shared) for _ in range(2))
+    for _ in range(4):
+        there.ask("b", tokens=25)
+        here.ask("hog", tokens=25)
+    here.ask("b", tokens=10)
 
 
 def test_a_tenant_below_its_share_of_tokens_is_let_into_a_full_queue(clock: Clock) -> None:

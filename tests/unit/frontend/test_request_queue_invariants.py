@@ -122,7 +122,8 @@ class QueueMachine(RuleBasedStateMachine):
             mine = [each for each in states if each.tenant is tenant]
             assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
             lengths = (len(each.request.prompt) for each in mine if each.stage is Stage.QUEUED)
-            assert tenant.waiting_tokens == sum(lengths)
+            assert queue._generation.held[tenant] == tenant.waiting
+            assert queue._generation.held_tokens[tenant] == sum(lengths)
             assert tenant.running == len(mine) - tenant.waiting
 
     @invariant()

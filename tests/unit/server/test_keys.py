@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,38 @@ def test_a_removed_key_leaves_the_others_as_they_are_written(tmp_path: Path) -> 
     remove_key(file, "carol")
     with pytest.raises(ConfigError, match="alice is the only key"):
         remove_key(file, "alice")
+
+
+def test_a_file_keeps_its_owner_when_a_key_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, owners = tmp_path / "keys.toml", list[tuple[int, int]]()
+    for name in ("alice", "bob", "carol"):
+        add_key(file, name, admin=False)
+    monkeypatch.setattr(os, "fchown", lambda _, user, group: owners.append((user, group)))
+    remove_key(file, "alice")
+    assert owners == [(file.stat().st_uid, file.stat().st_gid)] and file.stat().st_mode & 0o777 == 0o600
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    remove_key(file, "bob")
+    assert [one.name for one in read_keys(file).values()] == ["carol"]
+
+
+def test_two_commands_change_a_keys_file_in_turn(tmp_path: Path) -> None:
+    """Without a lock, a key that is made while another is removed is lost."""
+    file = tmp_path / "keys.toml"
+    add_key(file, "kept", admin=False)
+    names = [f"new{number}" for number in range(8)]
+    for name in names:
+        add_key(file, f"old-{name}", admin=False)
+    with ThreadPoolExecutor(16) as pool:
+        tasks: list[Future[Any]] = [pool.submit(add_key, file, name, admin=False) for name in names]
+        tasks += [pool.submit(remove_key, file, f"old-{name}") for name in names]
+    assert not any(task.exception() for task in tasks)
+    assert {one.name for one in read_keys(file).values()} == {"kept", *names}
 
 
 def test_a_key_that_is_written_otherwise_is_not_removed(tmp_path: Path) -> None:

@@ -102,6 +102,22 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
     with_server(asked)
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/v1/chat/completions"])
+def test_requests_know_whether_their_answer_is_streamed(path: str) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
+        body: dict[str, Any] = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": "hi"}],
+            "prompt": "hi",
+        }
+        for stream in ({}, {"stream": True}, {"stream": False}):
+            answer = await client.post(path, json={**body, **stream, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+        assert [each.streamed for each in requests] == [path.startswith("/api/"), True, False]
+
+    with_server(asked)
+
+
 CHAT = ("/v1/chat/completions", ROUTES[5][1])
 
 

@@ -205,6 +205,13 @@ def test_a_grammar_of_slow_masks_is_refused_by_cpu_time(monkeypatch: pytest.Monk
             GrammarCompiler(FakeVocabulary()).check(spec("regex", "[a-z]{3}"))
 
 
+def test_a_mask_that_is_slow_once_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second mask of the first answer takes long, and not when it is made again."""
+    times = itertools.chain([0.0, 0.0, 0.0, 1.0], itertools.repeat(1.0))
+    monkeypatch.setattr(structured_output, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    GrammarCompiler(FakeVocabulary()).check(spec("regex", "[a-z]{3}"))
+
+
 def test_a_grammar_is_compiled_under_the_guard_of_its_thread() -> None:
     entered: list[str] = []
 

@@ -8,11 +8,11 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request as HttpRequest
 
+from cllm.config import split_list
 from cllm.errors import EngineNotReady
 from cllm.frontend.served_model import ServedModel
 from cllm.models.files import parse_file_type
 from cllm.server.dialects.openai import openai
-from cllm.server.middleware import split_list
 from cllm.server.submit import find_model, get_registry
 from cllm.types import Limits, ModelInfo, Pooling
 
