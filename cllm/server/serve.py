@@ -20,6 +20,7 @@ from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
+from cllm.server.job_store import JobStore, find_folder
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback, split_list
 
@@ -108,9 +109,11 @@ async def serve(
         log.warning(f"no API key is set: {reach}", config.host)
     loop = asyncio.get_running_loop()
     registry.set_tenants(keys.tenants)
+    app = create_app(registry, config, keys, find_folder(config))
+    jobs: JobStore = app.state.jobs
     try:
+        await asyncio.to_thread(jobs.open)
         await registry.start()
-        app = create_app(registry, config, keys)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -139,6 +142,7 @@ async def serve(
             task.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
+        await loop.run_in_executor(None, jobs.close)
 
 
 def bind(config: ServerConfig) -> Listeners:
