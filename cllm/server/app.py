@@ -24,6 +24,8 @@ from cllm.config import ServerConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, NotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
+from cllm.server.batch_runner import BatchRunner
+from cllm.server.batches import ENDPOINTS
 from cllm.server.dialect import JSON, HttpError, respond
 from cllm.server.dialects import DIALECTS, TABLE
 from cllm.server.generation import GenerationBody
@@ -80,7 +82,9 @@ def create_app(
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
     app.state.jobs = JobStore(folder, config.job_store_mb << 20, lambda: len(keys.tenants))
-    app.state.response_ttl = config.response_ttl
+    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_mb << 20
+    routes = {each.path: each for one in DIALECTS for each in one.routes if each.path in ENDPOINTS}
+    app.state.batches = BatchRunner(app, routes, app.state.jobs, registry, keys, config)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)

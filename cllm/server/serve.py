@@ -136,7 +136,10 @@ async def serve(
             host = "::1" if ":" in host else "127.0.0.1"
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        beside = [loop.create_task(registry.unload_idle()), loop.create_task(app.state.live.run())]
+        state = app.state
+        beside = [loop.create_task(each) for each in (registry.unload_idle(), state.live.run())]
+        if jobs.enabled:
+            beside.append(loop.create_task(state.batches.run()))
         await server.serve(sockets=listeners)
         for task in beside:
             task.cancel()
