@@ -14,6 +14,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -351,7 +352,7 @@ class JobStore:
     def __init__(self, folder: Path | None, max_bytes: int, shares: Callable[[], int] = lambda: 1) -> None:
         """`shares` is the number of tenants. 0 bytes store nothing: then nothing is found."""
         self._folder = folder
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._clean_up: Callable[[], object] = lambda: None
         self._make = partial(JobDatabase, max_bytes=max_bytes, shares=shares)
         self.enabled = max_bytes > 0
         self._thread = ThreadPoolExecutor(1, "cllm-jobs")
@@ -403,8 +404,8 @@ class JobStore:
 
     def _open(self) -> JobDatabase:
         if self._folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="cllm-jobs-", ignore_cleanup_errors=True)
-            self._folder = Path(self._temporary.name)
+            self._folder = Path(tempfile.mkdtemp(prefix="cllm-jobs-"))
+            self._clean_up = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._database = self._database or self._make(self._folder)
         return self._database
 
@@ -422,8 +423,7 @@ class JobStore:
         if self._database is not None:
             self._database.sql.close()
             self._database = None
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._clean_up()
 
     async def add_file(self, new: StoredObject, content: BinaryIO, size: int) -> None:
         """Store a file. Raises StorageFailed, and keeps no part of it then."""
