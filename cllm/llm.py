@@ -554,7 +554,8 @@ class LLM:
         async def answer(prompt: str | Messages) -> Completion | ChatReply:
             if isinstance(prompt, str):
                 return (await model.generate(prompt, sampling, **options))[0]
-            return await model.chat(prompt, sampling, **options)
+            reply: ChatReply = await model.chat(prompt, sampling, **options)
+            return reply
 
         def submit(prompt: str | Messages) -> Future[Completion | ChatReply]:
             return asyncio.run_coroutine_threadsafe(answer(prompt), loop)

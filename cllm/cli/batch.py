@@ -78,7 +78,7 @@ def _read_line(file: BinaryIO, line: BatchLine) -> Any:
 
 
 def read_output(path: Path) -> set[str]:
-    """The custom ids that an output has. A last line that was cut by a kill is removed. Raises ConfigError."""
+    """The custom ids that an output has. A last line that a kill has cut is removed. Raises ConfigError."""
     done: set[str] = set()
     if not path.exists():
         return done
