@@ -251,9 +251,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     sleep_idle_s: Annotated[
         float, _rare("Unload a model that is idle for this long, seconds. 0: never.", 0)
     ] = 0.0
-    response_store_mb: Annotated[
-        int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
-    ] = 32
+    job_store_mb: Annotated[
+        int, _option("Disk for files, batches and responses, MiB, in equal parts for keys. 0: none.", 0)
+    ] = 1024
+    batch_beside: Annotated[
+        int, _rare("Lines of batches that start beside live requests, which they slow down.", 0)
+    ] = 0
+    response_ttl: Annotated[
+        float, _rare("Stored responses and batch outputs are kept for this long, seconds.", 1)
+    ] = 30 * 86400.0
+    state_dir: Annotated[
+        str, _folder("Folder of files, batches, responses. Default: ~/.local/state/cllm/jobs-PORT.")
+    ] = ""
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
     max_body_mb: Annotated[int, _rare("Largest request body, MiB.", 1)] = 8
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32

@@ -56,6 +56,10 @@ MAX_BIASED_TOKENS = _limit(4096, "biased tokens", "tokens that the texts of `log
 MAX_TOKENIZED = _limit(2 << 20, "bytes to tokenise", "UTF-8 bytes of the text of `/tokenize` and `/encode`")
 MAX_PIECES = _limit(1 << 16, "bytes with pieces", "the same where `with_pieces` is set")
 
+# Batches.
+MAX_FILE_BYTES = _limit(200 << 20, "bytes of a file", "bytes of a file that is uploaded")
+MAX_BATCH_LINES = _limit(50_000, "lines", "requests of a batch")
+
 # Grammars, expressions, schemas, and the tools of a request together. Counted before native code sees them.
 MAX_SOURCE = _limit(256 << 10, "characters", "characters of a grammar, an expression or a schema")
 MAX_NESTING = _limit(64, "nested brackets", "brackets inside each other, in the same")

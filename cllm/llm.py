@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import secrets
-import threading
 import uuid
 from collections.abc import (
     AsyncGenerator,
@@ -31,7 +30,6 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -43,7 +41,7 @@ from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
 from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
 from cllm.fields import describe_unknown, parse_fields, to_plain
-from cllm.frontend.async_calls import run_tokenizer
+from cllm.frontend.async_calls import get_loop, map_bounded, run_tokenizer, wait_for_call
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
@@ -72,8 +70,8 @@ from cllm.workers.supervisor import WORKER_MODULE
 log = logging.getLogger(__name__)
 MAX_QUEUE = 1_000_000
 DEFAULT_MAX_TOKENS = 256
+MAPPED_PER_SLOT = 4  # prompts of `map` on their way: one long answer leaves no slot idle
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
-_LOOP_LOCK = threading.Lock()
 Item = TypeVar("Item")
 Piece = tuple[str, RequestOutput | ChatReply | None]  # of a text; the last one with how it ended
 Pieces = AsyncGenerator[Piece, None]
@@ -496,9 +494,7 @@ class LLM:
     def open(self) -> Self:
         """Load the model, where no call has done so. Raises what keeps it from loading; ShuttingDown."""
         if self._model._engine.info is None:
-            with _LOOP_LOCK:
-                loop = _get_loop(os.getpid())
-            _wait_for(loop, self._model.open)
+            wait_for_call(get_loop(os.getpid()), self._model.open)
         self._model._check_open()
         return self
 
@@ -552,6 +548,27 @@ class LLM:
         reply: ChatReply = self._run(self._model.chat, messages, sampling, **options)
         return reply
 
+    def map(
+        self, prompts: Iterable[str | Messages], sampling: Sampling = None, **options: Any
+    ) -> Iterator[Completion | ChatReply]:
+        """Answer prompts in their order: texts as `generate` does, messages as `chat`.
+
+        Prompts are taken as answers are read, so that only a few of either are held at a time.
+        """
+        model, loop = self.open()._model, self.open()._model._loop
+        assert loop is not None
+
+        async def answer(prompt: str | Messages) -> Completion | ChatReply:
+            if isinstance(prompt, str):
+                return (await model.generate(prompt, sampling, **options))[0]
+            reply: ChatReply = await model.chat(prompt, sampling, **options)
+            return reply
+
+        def submit(prompt: str | Messages) -> Future[Completion | ChatReply]:
+            return asyncio.run_coroutine_threadsafe(answer(prompt), loop)
+
+        return map_bounded(submit, prompts, MAPPED_PER_SLOT * self.limits.max_running)
+
     def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> TextStream:
@@ -565,36 +582,9 @@ class LLM:
     def _run(self, call: Callable[..., Awaitable[Result]], /, *arguments: Any, **options: Any) -> Result:
         self.open()
         assert self._model._loop is not None
-        return _wait_for(self._model._loop, call, *arguments, **options)
+        return wait_for_call(self._model._loop, call, *arguments, **options)
 
     def _iterate(self, items: AsyncGenerator[Item, None]) -> Iterator[Item]:
         # Its event loop closes a generator that is dropped, in whichever thread that happens.
         while (item := self._run(anext, items, None)) is not None:
             yield item
-
-
-@cache
-def _get_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop that runs the models of `LLM` in this process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="cllm-loop", daemon=True).start()
-    return loop
-
-
-def _wait_for(
-    loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[Result]], *arguments: Any, **options: Any
-) -> Result:
-    """Await a call on the event loop of another thread; what interrupts the wait, as Ctrl-C, cancels it."""
-    left: Future[None] = Future()  # made first: Ctrl-C may come before there is a task
-
-    async def run() -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-        left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
-        return await call(*arguments, **options)
-
-    try:
-        return asyncio.run_coroutine_threadsafe(run(), loop).result()
-    except BaseException:
-        left.cancel()
-        raise

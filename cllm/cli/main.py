@@ -20,6 +20,7 @@ COMMANDS = {  # name: module and function
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
     "run": ("cllm.cli.chat", "run_command"),
     "chat": ("cllm.cli.chat", "chat_command"),
+    "batch": ("cllm.cli.batch", "batch_command"),
     "launch": ("cllm.cli.launch", "launch_command"),
     "ps": ("cllm.cli.client", "ps_command"),
     "load": ("cllm.cli.client", "load_command"),

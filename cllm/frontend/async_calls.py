@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,6 +20,8 @@ from cllm.messages import TokenizerAnswer, TokenizerTask
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Prompt, Request, RequestOutput
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
 _replace = msgspec.structs.replace
 
@@ -120,3 +126,57 @@ async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[in
     finally:
         for task in pumps:
             task.cancel()
+
+
+# Calls from other threads -----------------------------------------------------------------------------
+
+_LOOP_LOCK = threading.Lock()
+
+
+def get_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop that runs the models of `LLM` in this process; one, however many threads ask first."""
+    with _LOOP_LOCK:
+        return _make_loop(process)
+
+
+@cache
+def _make_loop(process: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="cllm-loop", daemon=True).start()
+    return loop
+
+
+def wait_for_call(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[Result]], *arguments: Any, **options: Any
+) -> Result:
+    """Await a call on the event loop of another thread; what interrupts the wait, as Ctrl-C, cancels it."""
+    left: Future[None] = Future()  # made first: Ctrl-C may come before there is a task
+
+    async def run() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+        return await call(*arguments, **options)
+
+    try:
+        return asyncio.run_coroutine_threadsafe(run(), loop).result()
+    except BaseException:
+        left.cancel()
+        raise
+
+
+def map_bounded(
+    submit: Callable[[Item], Future[Result]], items: Iterable[Item], limit: int
+) -> Iterator[Result]:
+    """The results in the order of the items, `limit` of them on their way. Leaving it cancels those."""
+    running: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            running.append(submit(item))
+            if len(running) >= limit:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()

@@ -24,10 +24,12 @@ from cllm.config import ServerConfig, split_list
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, NotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
+from cllm.server.batch_runner import BatchRunner
+from cllm.server.batches import ENDPOINTS
 from cllm.server.dialect import JSON, HttpError, respond
 from cllm.server.dialects import DIALECTS, TABLE
-from cllm.server.dialects.responses import ResponseStore
 from cllm.server.generation import GenerationBody
+from cllm.server.job_store import JobStore
 from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import PAGE_FILES, RequestMiddleware
@@ -61,9 +63,15 @@ _HTTP = {  # code and message for errors of the framework
 
 
 def create_app(
-    given: EngineClient | EngineRegistry, config: ServerConfig, keys: KeyRing | None = None
+    given: EngineClient | EngineRegistry,
+    config: ServerConfig,
+    keys: KeyRing | None = None,
+    folder: Path | None = None,
 ) -> Starlette:
-    """The ASGI application. The engines are started and stopped by the caller."""
+    """The ASGI application. The engines are started and stopped by the caller.
+
+    `folder` is that of jobs; without one they end with the process.
+    """
     registry = given if isinstance(given, EngineRegistry) else EngineRegistry.of(given)
     keys = keys or KeyRing(config.api_keys, config.api_key)
     app = Starlette(
@@ -73,7 +81,10 @@ def create_app(
     )
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
-    app.state.responses = ResponseStore(config.response_store_mb << 20)
+    app.state.jobs = JobStore(folder, config.job_store_mb << 20, lambda: len(keys.tenants))
+    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_mb << 20
+    routes = {each.path: each for one in DIALECTS for each in one.routes if each.path in ENDPOINTS}
+    app.state.batches = BatchRunner(app, routes, app.state.jobs, registry, keys, config)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)

@@ -17,8 +17,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cllm.config import ServerConfig
+from cllm.limits import MAX_FILE_BYTES
 from cllm.server.dialect import COMMENT, HttpError
 from cllm.server.dialects import TABLE
+from cllm.server.middleware import UPLOADS
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +216,9 @@ class GuardedConnection(HttpToolsProtocol):
         if old or self.cycle.waiting_for_100_continue:
             self.cycle.waiting_for_100_continue = not old
             self.cycle.send = make_plain_send(self.cycle, chunks=not old)  # type: ignore[method-assign]
-        self._set_deadline(self._settings.body_timeout_s, "body")
+        # A file may be larger than a body: it has time for each part of that size.
+        bodies = 1 + MAX_FILE_BYTES // self._body_limit if self.scope["path"] == UPLOADS else 1
+        self._set_deadline(self._settings.body_timeout_s * bodies, "body")
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle

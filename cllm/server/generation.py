@@ -18,6 +18,7 @@ from cllm.server.body import Body, SourceText, StopText, TokenId, about
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_PRIORITY = 100
+BATCH_PRIORITY = -MAX_PRIORITY - 1  # of a batch's lines: below that of any client
 MIN_TIMEOUT_S = 0.001
 INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 

@@ -18,6 +18,7 @@ from cllm.config import ServerConfig, split_list
 from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
 from cllm.frontend.engine_registry import ModelLease
+from cllm.limits import MAX_FILE_BYTES
 from cllm.server.dialect import DialectTable, HttpError, respond
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
@@ -27,6 +28,8 @@ OPEN = ("/health", "/v1/health", "/ready", "/")  # the paths that never need a k
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
 CHANGES = ("POST", "DELETE")  # the methods that change something
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id", "x-request-id")  # that a page may read
+UPLOADS = "/v1/files"
+FORM_BYTES = 64 << 10  # of an upload, beside the file
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # In the scope: the server's own `send`, the one that adds headers, and the leases of the request's models.
 DIRECT_SEND, ROUTE_SEND, LEASES = "cllm.direct_send", "cllm.route_send", "cllm.leases"
@@ -191,17 +194,21 @@ class RequestMiddleware:
         if size > self._max_header_bytes:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
             raise HttpError(431, "headers_too_large", message)
-        # Any page can send a request without a type, or of a form's, and no browser asks before.
         posts, typed = scope["method"] == "POST", kind == b"application/json"
-        if not typed and ((posts and kind) or (scope["method"] in CHANGES and _is_foreign_page(values))):
+        upload = posts and scope["path"] == UPLOADS and kind == b"multipart/form-data"
+        max_bytes = MAX_FILE_BYTES + FORM_BYTES if upload else self._max_bytes
+        # Any page can send a form, or no type at all, and no browser asks before; for a key it does.
+        foreign = scope["method"] in CHANGES and b"authorization" not in values and _is_foreign_page(values)
+        if not typed and ((posts and kind and not upload) or foreign):
             message = "the body must be JSON: send it with 'Content-Type: application/json'"
+            message += ", or an 'Authorization' header" if upload else ""
             raise HttpError(415, "unsupported_media_type", message)
         if posts and encoding != b"identity":
             message = "the body must not be compressed: send it without 'Content-Encoding'"
             raise HttpError(415, "unsupported_media_type", message)
         if length.isdigit() and b"transfer-encoding" not in values:
-            if int(length) > self._max_bytes:
-                raise self._too_large()
+            if int(length) > max_bytes:
+                raise _too_large(max_bytes)
             return receive
         seen = 0
 
@@ -209,15 +216,16 @@ class RequestMiddleware:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._max_bytes:
-                raise self._too_large()
+            if seen > max_bytes:
+                raise _too_large(max_bytes)
             return message
 
         return counted
 
-    def _too_large(self) -> HttpError:
-        message = f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
-        return HttpError(413, "payload_too_large", message)
+
+def _too_large(limit: int) -> HttpError:
+    setting = "" if limit > MAX_FILE_BYTES else " (--max-body-mb)"
+    return HttpError(413, "payload_too_large", f"the body is over the limit of {limit} bytes{setting}")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -20,6 +20,7 @@ from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, ReadTurns, limit_connections
+from cllm.server.job_store import JobStore, find_folder
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
 
@@ -108,9 +109,11 @@ async def serve(
         log.warning(f"no API key is set: {reach}", config.host)
     loop = asyncio.get_running_loop()
     registry.set_tenants(keys.tenants)
+    app = create_app(registry, config, keys, find_folder(config))
+    jobs: JobStore = app.state.jobs
     try:
+        await asyncio.to_thread(jobs.open)
         await registry.start()
-        app = create_app(registry, config, keys)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -133,12 +136,16 @@ async def serve(
             host = "::1" if ":" in host else "127.0.0.1"
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        beside = [loop.create_task(registry.unload_idle()), loop.create_task(app.state.live.run())]
+        state = app.state
+        beside = [loop.create_task(each) for each in (registry.unload_idle(), state.live.run())]
+        if jobs.enabled:
+            beside.append(loop.create_task(state.batches.run()))
         await server.serve(sockets=listeners)
         for task in beside:
             task.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
+        await loop.run_in_executor(None, jobs.close)
 
 
 def bind(config: ServerConfig) -> Listeners:

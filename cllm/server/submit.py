@@ -135,6 +135,8 @@ def make_request(
     `max_tokens` None sets no limit but the context's; `logprobs` None scores no token.
     """
     info, limits = loaded(engine)
+    state = {} if http is None else http.scope["state"]
+    priority = state.get("priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)))
     return Request(
         id=request_id,
         max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
@@ -146,8 +148,8 @@ def make_request(
         logprobs=0 if logprobs is None else max(1, logprobs),
         prompt_logprobs=0 if prompt_logprobs is None else max(1, prompt_logprobs),
         timeout_s=body.timeout,
-        priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)),
-        tenant="" if http is None else http.scope["state"]["tenant"].name,
+        priority=priority,
+        tenant=state["tenant"].name if state else "",
         reuse=body.cache_prompt,
         streamed=body.stream,
         speculate=body.speculate,

@@ -18,9 +18,9 @@ from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
+from cllm.frontend.async_calls import get_loop
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.llm import _get_loop
 from cllm.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
 from cllm.types import Request, RequestOutput, Snapshot, TokenBound
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer, Receive, encode, settle
@@ -107,7 +107,7 @@ class InlineLoop:
                 if timer.set_running_or_notify_cancel():
                     call(*arguments)
 
-        loop = _get_loop(os.getpid())
+        loop = get_loop(os.getpid())
         loop.call_soon_threadsafe(loop.call_later, delay_s, fire)
         return timer
 

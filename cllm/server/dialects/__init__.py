@@ -7,6 +7,7 @@ from cllm.server.dialects.anthropic import anthropic
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.ollama import ollama
+from cllm.server.dialects.openai import batches as batches
 from cllm.server.dialects.openai import chat as chat
 from cllm.server.dialects.openai import completions as completions
 from cllm.server.dialects.openai import models as models

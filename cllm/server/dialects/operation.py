@@ -20,6 +20,7 @@ from cllm.frontend.served_model import ModelState, ModelStatus
 from cllm.server.body import Body, about
 from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
+from cllm.server.job_store import JobDatabase, JobStore
 from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, SlotInfo, Snapshot
 
@@ -321,7 +322,8 @@ async def clear_cache(http: HttpRequest) -> CacheClearedResponse:
 
     What runs is not touched. Of several models, those of the default one, or of `?model=`.
     """
-    responses: int = http.app.state.responses.clear()
+    jobs: JobStore = http.app.state.jobs
+    responses = await jobs.run(JobDatabase.clear_responses) if jobs.enabled else 0
     done = await asyncio.wrap_future((await use_engine(http)).clear_cache())
     return CacheClearedResponse(done.prefixes, done.tokens, responses)
 

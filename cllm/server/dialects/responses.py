@@ -1,10 +1,9 @@
-"""OpenAI's Responses API: its answers, its routes, and the store of responses to continue."""
+"""OpenAI's Responses API: its answers, its routes, and stored responses to continue."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -26,17 +25,13 @@ from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
+from cllm.server.job_store import NOT_STORED, JobDatabase, JobStore, StoredObject
 from cllm.server.submit import make_request, use_engine
 from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
-MAX_STORED = 1024  # responses of one tenant
-NOT_STORED = (
-    "this response is not stored here: it was made with store false, or deleted, or dropped to make room "
-    "(--response-store-mb); send the whole conversation as input items"
-)
 _NAMES = {  # prefix of the item's id, type of the events with its text
     BlockKind.REASONING: ("rs", "response.reasoning_text"),
     BlockKind.TEXT: ("msg", "response.output_text"),
@@ -69,71 +64,6 @@ class LlamaResponsesDialect(LlamaServerDialect):
 
 responses = ResponsesDialect()
 llama_responses = LlamaResponsesDialect()
-
-
-class StoredResponse(msgspec.Struct, frozen=True):
-    """A response as JSON, and what a conversation that continues it needs."""
-
-    id: str
-    previous: str | None
-    body: bytes
-    items: bytes  # of its input and its output, a JSON list
-
-    @property
-    def size(self) -> int:
-        return len(self.body) + len(self.items)
-
-
-class ResponseStore:
-    """Stored responses in memory, up to `max_bytes` of each tenant's.
-
-    Those not used for longest are dropped first. A response refers to the one it continues, so using it
-    counts for all before it.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
-
-    def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Keep a response, unless it is larger than the whole store."""
-        if stored.size > self._max_bytes:
-            return
-        kept = self._tenants.setdefault(tenant, OrderedDict())
-        kept[stored.id] = stored
-        size = sum(each.size for each in kept.values())
-        while size > self._max_bytes or len(kept) > MAX_STORED:
-            size -= kept.popitem(last=False)[1].size
-
-    def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """A response; raises NotFound."""
-        kept = self._tenants.get(tenant)
-        if kept is None or response_id not in kept:
-            raise NotFound(NOT_STORED)
-        return kept[response_id]
-
-    def get_chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
-        """A response and all it continues, the oldest first; raises NotFound where one of them is gone."""
-        chain: list[StoredResponse] = []
-        following: str | None = response_id
-        while following is not None:
-            chain.append(self.get(tenant, following))
-            following = chain[-1].previous
-        chain.reverse()
-        for stored in chain:
-            self._tenants[tenant].move_to_end(stored.id)
-        return chain
-
-    def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; raises NotFound."""
-        self.get(tenant, response_id)
-        del self._tenants[tenant][response_id]
-
-    def clear(self) -> int:
-        """Forget the responses of all tenants; returns their number."""
-        count = sum(map(len, self._tenants.values()))
-        self._tenants.clear()
-        return count
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -320,23 +250,30 @@ EXAMPLE_EVENTS = encode_events(
 )
 
 
-def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:
+def _get_store(http: HttpRequest) -> tuple[JobStore, str]:
     """The store of the app, and the tenant that asks."""
-    return http.app.state.responses, http.scope["state"]["tenant"].name
+    return http.app.state.jobs, http.scope["state"]["tenant"].name
 
 
-def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
+async def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
     """The items before a request's own; raises NotFound."""
     if body.previous_response_id is None:
         return []
     store, tenant = _get_store(http)
-    chain = store.get_chain(tenant, body.previous_response_id)
-    return [item for stored in chain for item in decode_items(stored.items)]
+    chain = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
+    return [item for stored in chain for item in decode_items(stored.more)]
 
 
-def make_stored(body: ResponsesBody, response: ResponseObject) -> StoredResponse:
-    items = _encode([*body.items, *response.output])
-    return StoredResponse(response.id, body.previous_response_id, _encode(response), items)
+def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
+    return StoredObject(
+        id=response.id,
+        tenant=tenant,
+        created=response.created_at,
+        expires=time.time() + ttl,
+        record=_encode(response),
+        more=_encode([*body.items, *response.output]),
+        previous=body.previous_response_id,
+    )
 
 
 class ResponseRenderer(BlockRenderer):
@@ -494,7 +431,7 @@ def _get_input(block: Block) -> str:
 async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
-    history = load_history(body, http)
+    history = await load_history(body, http)
     request = make_request(
         engine,
         http,
@@ -509,8 +446,9 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     store, tenant = _get_store(http)
 
     def keep(response: ResponseObject) -> None:
-        if body.store:
-            store.put(tenant, make_stored(body, response))
+        if body.store and store.enabled:
+            new = make_stored(body, response, tenant, http.app.state.response_ttl)
+            store.submit(JobDatabase.put_response, new)
 
     echoed = echo(body, body.model or loaded(engine)[0].name)
     renderer = ResponseRenderer(session.replies[0], request.id, echoed, body.top, keep)
@@ -522,7 +460,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
 async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    conversation = await run_in_turn(http, partial(body.to_conversation, load_history(body, http)))
+    conversation = await run_in_turn(http, partial(body.to_conversation, await load_history(body, http)))
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 
@@ -530,14 +468,15 @@ async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
 async def retrieve(response_id: str, http: HttpRequest) -> Response:
     """Return a stored response."""
     store, tenant = _get_store(http)
-    return Response(store.get(tenant, response_id).body, media_type=JSON)
+    stored = await store.run(JobDatabase.get, "response", tenant, response_id)
+    return Response(stored.record, media_type=JSON)
 
 
 @responses.delete(f"{ROUTE}/{{response_id}}", DeletedResponse("resp_1"), errors=_NOT_FOUND)
 async def delete(response_id: str, http: HttpRequest) -> DeletedResponse:
     """Forget a stored response; those that continue it cannot be continued any more."""
     store, tenant = _get_store(http)
-    store.delete(tenant, response_id)
+    await store.run(JobDatabase.delete, "response", tenant, response_id)
     return DeletedResponse(response_id)
 
 

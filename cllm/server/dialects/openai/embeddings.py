@@ -301,8 +301,8 @@ async def embed(
     engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
 ) -> tuple[Sequence[bytes], EmbeddingUsage]:
     """The embeddings of inputs in their order."""
-    tenant = http.scope["state"]["tenant"].name
-    request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant)
+    tenant, priority = http.scope["state"]["tenant"].name, http.scope["state"].get("priority", 0)
+    request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant, priority=priority)
     ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     assert last.usage is not None and len(last.embeddings) == len(inputs)
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)

@@ -1,0 +1,178 @@
+"""`cllm batch`: answer the requests of a file, of a running server or of a model that is loaded here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
+
+from cllm.cli.chat import MODEL, THREADS
+from cllm.cli.client import READ_S, ServerClient, Url, get_key
+from cllm.config import EngineConfig, ServerConfig
+from cllm.errors import ConfigError, ServerUnreachable
+from cllm.logs import configure_logging
+from cllm.server.batches import ENDPOINTS, make_answer, read_lines, read_request
+from cllm.server.generation import MAX_PRIORITY
+from cllm.server.job_store import BatchLine
+
+AT_ONCE = 8  # requests to a server that does not tell its slots
+MAX_ATTEMPTS = 10  # at a line, where the server is gone or has no room
+MAX_LINE = ServerConfig().max_body_mb << 20
+
+
+def batch_command(
+    file: Annotated[Path, Argument(metavar="FILE.jsonl", help="Requests, as OpenAI's batches have them")],
+    out: Annotated[Path, Option("--out", metavar="OUT.jsonl", help="Answers; lines in it are not repeated")],
+    model: Annotated[str, Option(**MODEL, help="File, hf:… or name. None: the server's, or embedded")] = "",
+    url: Url = "",
+    local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs")] = False,
+    parallel: Annotated[int, Option(min=0, metavar="N", help="Requests at a time. 0: by the slots")] = 0,
+    threads: Annotated[int, Option(**THREADS, help="0: one per core")] = 0,
+    offline: Annotated[bool, Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
+    log_level: Annotated[str, Option(envvar="CLLM_LOG_LEVEL")] = "warning",
+) -> None:
+    """Answer the requests of a file, and append each answer to another. The same command again goes on."""
+    configure_logging(log_level)
+    lines = _read_input(file)
+    done = read_output(out)
+    left = sorted(lines, key=lambda line: (line[0].opening, line[0].number))
+    left = [line for line in left if line[1] not in done]
+    config = EngineConfig(model=model, parallel=parallel, threads=threads, offline=offline)
+    try:
+        with out.open("ab") as output:
+            failed = asyncio.run(_run(file, left, output, len(lines), url, config, parallel, local=local))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    except KeyboardInterrupt:
+        typer.echo("cllm: stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"{len(lines)} answers in {out}, {len(done)} of them from before, {failed} errors", err=True)
+
+
+def _read_input(path: Path) -> list[tuple[BatchLine, str]]:
+    """The lines of a file with their custom ids. Raises ConfigError, which names the first wrong line."""
+    try:
+        with path.open("rb") as file:
+            found = next((url for url in ENDPOINTS if url.encode() in file.readline(MAX_LINE)), ENDPOINTS[0])
+            lines, errors = read_lines(path, found, MAX_LINE)
+            if errors:
+                raise ConfigError(f"{path}, line {errors[0].line}: {errors[0].message}")
+            return [(line, _read_line(file, line).custom_id) for line in lines]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_line(file: BinaryIO, line: BatchLine) -> Any:
+    file.seek(line.begin)
+    return read_request(file.read(line.size))
+
+
+def read_output(path: Path) -> set[str]:
+    """The custom ids that an output has. A last line that a kill has cut is removed. Raises ConfigError."""
+    done: set[str] = set()
+    if not path.exists():
+        return done
+    with path.open("r+b") as file:
+        whole = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                done.add(json.loads(line)["custom_id"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"{path}, line {number}: no answer of a batch; choose another file"
+                ) from None
+        file.truncate(whole)
+    return done
+
+
+@contextlib.asynccontextmanager
+async def _open_client(
+    url: str, config: EngineConfig, parallel: int, *, local: bool
+) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """A client of the server that runs, else of an application in this process; and requests at a time."""
+    key, options = get_key(), {"timeout": httpx.Timeout(READ_S), "trust_env": False}
+    with ServerClient(url) as server:
+        if not local and (url or await asyncio.to_thread(server.is_running)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with httpx.AsyncClient(base_url=server.url, headers=headers, **options) as client:  # type: ignore[arg-type]
+                answer = await client.get("/props")
+                slots = answer.json().get("total_slots", AT_ONCE) if answer.is_success else AT_ONCE
+                yield client, parallel or slots
+            return
+    from cllm.llm import AsyncLLM  # numpy and the rest come along
+    from cllm.server.app import create_app
+
+    async with AsyncLLM(config=config) as llm:
+        transport = httpx.ASGITransport(
+            create_app(llm._engine, ServerConfig(job_store_mb=0, max_timeout_s=0))
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:  # type: ignore[arg-type]
+            yield client, parallel or llm.limits.max_running + 2
+
+
+async def _run(
+    path: Path,
+    left: list[tuple[BatchLine, str]],
+    output: BinaryIO,
+    total: int,
+    url: str,
+    config: EngineConfig,
+    parallel: int,
+    *,
+    local: bool,
+) -> int:
+    """Answer the lines that are left; returns the number of errors."""
+    failed, waiting = 0, iter(left)
+    columns = (BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[rate]}"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as shown:
+        async with _open_client(url, config, parallel, local=local) as (client, count):
+            task = shown.add_task("", total=total, completed=total - len(left), rate="")
+
+            async def work() -> None:
+                nonlocal failed
+                with path.open("rb") as file:
+                    for line, _ in waiting:
+                        request = _read_line(file, line)
+                        answer = await _ask(
+                            client, request.url, json.loads(bytes(request.body)), config.model
+                        )
+                        name = f"batch_req_{secrets.token_hex(12)}"
+                        status = answer.status_code
+                        output.write(make_answer(request.custom_id, status, name, answer.content) + b"\n")
+                        output.flush()
+                        failed += not answer.is_success
+                        shown.advance(task)
+                        shown.update(task, rate=f"{shown.tasks[0].speed or 0:.1f} lines/s")
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(count, len(left))):
+                    group.create_task(work())
+    return failed
+
+
+async def _ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], model: str) -> httpx.Response:
+    """The answer to a request, which goes behind those of others. Raises ServerUnreachable."""
+    body = {**body, "priority": -MAX_PRIORITY} if "embeddings" not in url else body
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            answer = await client.post(url, json={**body, "model": model} if model else body)
+            if answer.status_code not in (429, 503) or attempt == MAX_ATTEMPTS:
+                return answer
+            await asyncio.sleep(min(60.0, float(answer.headers.get("retry-after", 1))))
+        except httpx.TransportError:
+            await asyncio.sleep(attempt)
+    raise ServerUnreachable(f"the server at {client.base_url} is gone; the same command goes on from here")

@@ -1,0 +1,286 @@
+"""OpenAI's files and batches: upload requests, run them in idle time, read the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import UploadFile
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+
+from cllm.errors import InvalidRequest
+from cllm.limits import MAX_FILE_BYTES, check
+from cllm.server.batches import Batch, Endpoint, FileObject, LineErrors, read_lines
+from cllm.server.body import Body, Name, about
+from cllm.server.dialects.openai import openai
+from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObject
+
+MAX_LISTED = 10_000
+WINDOW = re.compile(r"(\d{1,4})([mhd])")
+SECONDS = {"m": 60, "h": 3600, "d": 86400}
+_FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use (--job-store-mb)", "No room")
+_NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
+_NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
+_encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
+_decode_batch = msgspec.json.Decoder(Batch).decode
+_decode_file = msgspec.json.Decoder(FileObject).decode
+
+
+class Expiry(msgspec.Struct, Body, kw_only=True):
+    """When a file is deleted."""
+
+    anchor: Annotated[Literal["created_at"], about("From when seconds count")] = "created_at"
+    seconds: Annotated[Annotated[int, Meta(ge=1, le=10**9)], about("Age at which it is deleted", 86400)]
+
+
+class BatchBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /v1/batches`."""
+
+    EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+
+    input_file_id: Annotated[Name, about("A file of purpose `batch`", "file-1")]
+    endpoint: Annotated[Endpoint, about("The route of all lines")]
+    completion_window: Annotated[
+        str, about("What is not computed by then expires: minutes, hours or days", "24h", max_length=8)
+    ] = "24h"
+    output_expires_after: Annotated[
+        Expiry | None, about("When the files of answers are deleted", {"seconds": 86400})
+    ] = None
+    metadata: Annotated[
+        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+        about("Returned unchanged: up to 16 texts", {"night": "1"}, max_length=16),
+    ] = {}
+
+    def __post_init__(self) -> None:
+        if not WINDOW.fullmatch(self.completion_window) or not self.window_s:
+            raise ValueError("completion_window: must be a number of minutes, hours or days, as 30m, 24h, 7d")
+
+    @property
+    def window_s(self) -> int:
+        found = WINDOW.fullmatch(self.completion_window)
+        assert found is not None
+        return int(found[1]) * SECONDS[found[2]]
+
+
+class FileList(msgspec.Struct):
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class BatchList(msgspec.Struct):
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class DeletedFile(msgspec.Struct):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+FILE = FileObject(id="file-1", bytes=120, created_at=1767225600, filename="night.jsonl", purpose="batch")
+BATCH = Batch(
+    id="batch_1",
+    endpoint="/v1/chat/completions",
+    input_file_id="file-1",
+    completion_window="24h",
+    status="completed",
+    output_file_id="file-1-output",
+    created_at=1767225600,
+    expires_at=1767312000,
+    completed_at=1767229200,
+    request_counts=LineCounts(100, 100, 0),
+)
+
+
+def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
+    """The store of the app, and the tenant that asks."""
+    return http.app.state.jobs, http.scope["state"]["tenant"].name
+
+
+def _read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
+    """`limit`, `after` and `order` of a list. Raises InvalidRequest."""
+    given, order = http.query_params.get("limit", ""), http.query_params.get("order", "desc")
+    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= MAX_LISTED):
+        raise InvalidRequest(f"limit: must be a number from 1 to {MAX_LISTED}", "limit")
+    return int(given or most), http.query_params.get("after"), order == "asc"
+
+
+# Files ------------------------------------------------------------------------------------------------
+
+
+@openai.post("/v1/files", FILE, errors={507: _FULL})
+async def upload_file(http: HttpRequest) -> FileObject:
+    """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
+    store, tenant = get_jobs(http)
+    async with http.form(max_files=1, max_fields=8) as form:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file: this field is required, as a part of multipart/form-data", "file")
+        if not isinstance(purpose, str) or not re.fullmatch(r"[a-z-]{1,32}", purpose):
+            raise InvalidRequest("purpose: this field is required; of requests it is batch", "purpose")
+        size, now = file.size or 0, time.time()
+        check(size, MAX_FILE_BYTES, "bytes", "file", "split it")
+        seconds = form.get("expires_after[seconds]")
+        expires = None
+        if seconds is not None:
+            after = Expiry.parse({"seconds": int(text) if (text := str(seconds)).isdigit() else text})
+            expires = now + after.seconds
+        new = FileObject(
+            id=f"file-{uuid.uuid4().hex}",
+            bytes=size,
+            created_at=int(now),
+            expires_at=msgspec.UNSET if expires is None else int(expires),
+            filename=(file.filename or "file")[:256],
+            purpose=purpose,
+        )
+        stored = StoredObject(new.id, tenant, now, expires, record=_encode(new))
+        await store.add_file(stored, file.file, size)
+    return new
+
+
+@openai.get("/v1/files", FileList([FILE], "file-1", "file-1", False))
+async def list_files(http: HttpRequest) -> FileList:
+    """List the files, the newest first."""
+    store, tenant = get_jobs(http)
+    limit, after, oldest = _read_page(http, MAX_LISTED)
+    found = await store.run(JobDatabase.list_objects, "file", tenant, limit + 1, after, oldest=oldest)
+    purpose = http.query_params.get("purpose")
+    files = [_decode_file(each.record) for each in found[:limit]]
+    data = [file for file in files if purpose in (None, file.purpose)]
+    return FileList(data, *_get_ends(data), len(found) > limit)
+
+
+def _get_ends(data: list[Any]) -> tuple[str | None, str | None]:
+    return (data[0].id, data[-1].id) if data else (None, None)
+
+
+@openai.get("/v1/files/{file_id}", FILE, errors=_NO_FILE)
+async def retrieve_file(file_id: str, http: HttpRequest) -> FileObject:
+    """Return what is known of a file."""
+    store, tenant = get_jobs(http)
+    return _decode_file((await store.run(JobDatabase.get, "file", tenant, file_id)).record)
+
+
+@openai.get("/v1/files/{file_id}/content", '{"custom_id": "1", …}', errors=_NO_FILE)
+async def get_content(file_id: str, http: HttpRequest) -> Response:
+    """Return the content of a file."""
+    store, tenant = get_jobs(http)
+    await store.run(JobDatabase.get, "file", tenant, file_id)
+    return FileResponse(store.get_path(file_id), media_type="application/octet-stream")
+
+
+@openai.delete("/v1/files/{file_id}", DeletedFile("file-1"), errors=_NO_FILE)
+async def delete_file(file_id: str, http: HttpRequest) -> DeletedFile:
+    """Delete a file, unless a batch that runs reads it."""
+    store, tenant = get_jobs(http)
+
+    def delete(database: JobDatabase) -> None:
+        for each in database.list_active("batch"):
+            if _decode_batch(each.record).input_file_id == file_id and each.tenant == tenant:
+                raise InvalidRequest(f"file_id: {each.id} reads this file: cancel it first", "file_id")
+        database.delete("file", tenant, file_id)
+
+    await store.run(delete)
+    return DeletedFile(file_id)
+
+
+# Batches ----------------------------------------------------------------------------------------------
+
+
+@openai.post("/v1/batches", BATCH, errors={**_NO_FILE, 507: _FULL})
+async def create_batch(body: BatchBody, http: HttpRequest) -> Batch:
+    """Run the requests of a file in idle time.
+
+    A file with wrong lines makes a batch that has failed; its `errors` name the lines.
+    """
+    store, tenant = get_jobs(http)
+    file = await store.run(JobDatabase.get, "file", tenant, body.input_file_id)
+    path, max_line = store.get_path(file.id), http.app.state.max_line
+    lines, errors = await asyncio.to_thread(read_lines, path, body.endpoint, max_line)
+    now = int(time.time())
+    batch = Batch(
+        id=f"batch_{uuid.uuid4().hex}",
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        status="in_progress",
+        created_at=now,
+        expires_at=now + body.window_s,
+        metadata=body.metadata,
+    )
+    batch.enter("failed" if errors else "in_progress")
+    if errors:
+        batch.errors, lines = LineErrors(errors), []
+    stored = StoredObject(
+        batch.id,
+        tenant,
+        time.time(),
+        time.time() + http.app.state.response_ttl,
+        active=not errors,
+        record=_encode(batch),
+        more=b"" if body.output_expires_after is None else b"%d" % body.output_expires_after.seconds,
+    )
+
+    def add(database: JobDatabase) -> None:
+        until = batch.expires_at + http.app.state.response_ttl
+        keep = file.expires is not None and file.expires < until and not errors
+        database.change("file", tenant, file.id, lambda each: _replace(each, expires=until) if keep else each)
+        database.add("batch", stored, 0, lines)
+
+    await store.run(add)
+    http.app.state.batches.wake()
+    return await _describe(store, stored)
+
+
+async def _describe(store: JobStore, stored: StoredObject) -> Batch:
+    """A batch with the counts of its lines."""
+    batch = _decode_batch(stored.record)
+    if stored.active:
+        batch.request_counts = await store.run(JobDatabase.count_lines, stored.id)
+    return batch
+
+
+@openai.get("/v1/batches", BatchList([BATCH], "batch_1", "batch_1", False))
+async def list_batches(http: HttpRequest) -> BatchList:
+    """List the batches, the newest first."""
+    store, tenant = get_jobs(http)
+    limit, after, oldest = _read_page(http, 20)
+    found = await store.run(JobDatabase.list_objects, "batch", tenant, limit + 1, after, oldest=oldest)
+    data = [await _describe(store, each) for each in found[:limit]]
+    return BatchList(data, *_get_ends(data), len(found) > limit)
+
+
+@openai.get("/v1/batches/{batch_id}", BATCH, errors=_NO_BATCH)
+async def retrieve_batch(batch_id: str, http: HttpRequest) -> Batch:
+    """Return a batch, with the counts of its lines."""
+    store, tenant = get_jobs(http)
+    return await _describe(store, await store.run(JobDatabase.get, "batch", tenant, batch_id))
+
+
+@openai.post("/v1/batches/{batch_id}/cancel", BATCH, errors=_NO_BATCH)
+async def cancel_batch(batch_id: str, http: HttpRequest) -> Batch:
+    """Cancel a batch: lines that run end, and the answers so far become its files."""
+    store, tenant = get_jobs(http)
+
+    def cancel(stored: StoredObject) -> StoredObject:
+        batch = _decode_batch(stored.record)
+        if batch.status == "in_progress":
+            batch.enter("cancelling")
+        return _replace(stored, record=_encode(batch))
+
+    stored = await store.run(JobDatabase.change, "batch", tenant, batch_id, cancel)
+    http.app.state.batches.wake()
+    return await _describe(store, stored)

@@ -1,0 +1,97 @@
+"""Lines of batches: their order, what is wrong with them, and that they leave the slots to live requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.config import ServerConfig
+from cllm.server import batches
+from cllm.server.batch_runner import SURPLUS, BatchRunner, BatchWork
+from cllm.server.batches import Batch, make_opening, read_lines
+from cllm.server.job_store import BatchLine, JobDatabase, JobStore, StoredObject
+from cllm.server.keys import KeyRing
+
+ROUTE = "/v1/completions"
+SLOTS = 4
+
+
+def test_lines_are_ordered_by_their_system_prompt() -> None:
+    def ask(system: str, question: str) -> dict[str, Any]:
+        said = [{"role": "user", "content": question}, {"role": "system", "content": system}]
+        return {"model": "any", "messages": said}
+
+    bodies = [ask("B", "1"), ask("A", "2"), ask("B", "0"), ask("A", "1")]
+    order = [each["messages"][1]["content"] for each in sorted(bodies, key=make_opening)]
+    assert order == ["A", "A", "B", "B"]
+
+
+def test_too_many_and_too_long_lines_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(name: str, prompt: str) -> str:
+        return json.dumps({"custom_id": name, "method": "POST", "url": ROUTE, "body": {"prompt": prompt}})
+
+    path = tmp_path / "file"
+    path.write_text("\n".join([write("1", "a"), "", write("2", "b" * 200), write("3", "c")]))
+    lines, errors = read_lines(path, ROUTE, 150)
+    assert [line.number for line in lines] == [1, 4]
+    assert path.read_bytes()[lines[1].begin :][: lines[1].size].endswith(b'"c"}}')
+    assert [(error.line, "limit of 150 bytes" in error.message) for error in errors] == [(3, True)]
+    monkeypatch.setattr(batches, "MAX_BATCH_LINES", 1)
+    _, errors = read_lines(path, ROUTE, 500)
+    assert [error.code for error in errors] == ["too_many_lines"] and "limit is 1" in errors[0].message
+
+
+class CountedRunner(BatchRunner):
+    """A runner whose lines never end; the test says how many live requests there are."""
+
+    live = 0
+
+    def _count_requests(self) -> tuple[int, int, int]:
+        return self.count_running(), self.live, SLOTS
+
+    def count_running(self) -> int:
+        return sum(not task.done() for work in self._works.values() for task in work.running)
+
+    async def _run_line(self, work: BatchWork, line: BatchLine) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def look(self) -> int:
+        await self._look()
+        await asyncio.sleep(0)
+        return self.count_running()
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_lines_leave_the_slots_to_live_requests(beside: int, tmp_path: Path) -> None:
+    async def check() -> None:
+        store, now = JobStore(tmp_path, 1 << 20), time.time()
+        record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "", "completion_window": "1h"}
+        batch = Batch(id="b", status="in_progress", created_at=0, expires_at=int(now) + 3600, **record)
+        stored = StoredObject("b", "", now, active=True, record=batches._encode(batch))
+        lines = [BatchLine(number, 0, 1) for number in range(20)]
+        await store.run(JobDatabase.add, "batch", stored, 0, lines)
+        config = ServerConfig(batch_beside=beside)
+        runner = CountedRunner(None, {}, store, None, KeyRing("", ""), config)  # type: ignore[arg-type]
+        assert await runner.look() == SLOTS + SURPLUS
+        runner.live = 1
+        assert await runner.look() == SLOTS - 1  # one is given back, with those beyond the slots
+        runner.live = SLOTS + 2
+        assert await runner.look() == 0
+        runner.live = 1
+        assert await runner.look() == beside
+        runner._started_at -= 3600
+        assert await runner.look() == 1  # none starves
+        runner.live = 0
+        assert await runner.look() == SLOTS + SURPLUS
+        (work,) = runner._works.values()
+        assert {line.number for line in work.running.values()} == set(range(6))
+        for task in work.running:
+            task.cancel()
+        store.close()
+
+    asyncio.run(check())
