@@ -46,6 +46,7 @@ from cllm.fields import describe_unknown, parse_fields, to_plain
 from cllm.frontend.async_calls import run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.served_model import load_adapters
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
@@ -92,6 +93,7 @@ class GenerateOptions(SamplingOptions, total=False):
     min_tokens: int  # generated before the answer may end
     stop_token_ids: Sequence[int]  # tokens that end the answer, as end tokens do
     prompt_logprobs: int | None  # score the prompt's tokens, with this many likely ones
+    adapter: str  # name of a LoRA adapter that computes the answer
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -168,7 +170,7 @@ def _merge_sampling(sampling: Sampling, options: dict[str, Any]) -> SamplingPara
 
 
 def _make_request(
-    engine: EngineClient, body: OpenAIBody, sampling: SamplingParams, logprobs: int = 0
+    engine: EngineClient, body: OpenAIBody, sampling: SamplingParams, adapter: str = "", logprobs: int = 0
 ) -> Request:
     """A request without prompt. Raises InvalidRequest."""
     check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
@@ -186,6 +188,7 @@ def _make_request(
         stop=body.stop,
         logprobs=logprobs or None,
         prompt_logprobs=body.prompt_logprobs,
+        adapter=adapter,
     )
 
 
@@ -216,10 +219,12 @@ class AsyncLLM:
         *,
         config: EngineConfig | None = None,
         worker: str = "",
+        adapters: Mapping[str, str | Path] | None = None,
         **settings: Any,
     ) -> None:
         """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
 
+        `adapters` are files of LoRA adapters by name, each with `:SCALE` or a scale of 1.
         `worker` names another module for the worker processes: `cllm.testing` answers by script.
         Raises SetupError when the model cannot be served. Its first use loads it, or `open` and `with` do.
         """
@@ -227,6 +232,7 @@ class AsyncLLM:
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
         if os.fspath(model):
             asked["model"] = model
+        asked["adapter"] = (*asked["adapter"], *(f"{name}={file}" for name, file in (adapters or {}).items()))
         paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
         ready = make_config(EngineConfig, asked | paths)
         if not worker:
@@ -234,6 +240,7 @@ class AsyncLLM:
         level = str(log.getEffectiveLevel())  # warnings, unless the program wants more
         executor = ProcessExecutor(ready, log_level=level, module=worker or WORKER_MODULE)
         self._engine = EngineClient(executor, queue_size=MAX_QUEUE)
+        self._config = ready
         self._engine.shutdown_message = "the model was closed"
         self._engine.unread_limit = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that opened it
@@ -264,6 +271,7 @@ class AsyncLLM:
             try:
                 self._engine.start(loop)
                 await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
+                await load_adapters(self._engine, self._config)
             except BaseException:
                 await self.close()
                 raise
@@ -354,9 +362,10 @@ class AsyncLLM:
         sampling = _merge_sampling(sampling, given)
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
+        adapter = given.pop("adapter", "")
         body = ChatBody.parse(given)
         logprobs = max(1, body.top) if body.top is not None else 0
-        return self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
+        return self._read_chat(body, _make_request(self._engine, body, sampling, adapter, logprobs))
 
     def _when_open(self, make: Callable[[], Stream[Item]]) -> Stream[Item]:
         """Make a stream: at once where the model is open, so that wrong arguments raise; else when it is."""
@@ -374,7 +383,8 @@ class AsyncLLM:
         given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""}
         sampling = _merge_sampling(sampling, given)
         given["stream"] = call == "stream"
-        return _make_request(self._engine, CompletionBody.parse(given), sampling)
+        adapter = given.pop("adapter", "")
+        return _make_request(self._engine, CompletionBody.parse(given), sampling, adapter)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
         last = [chunk async for chunk in chunks][-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -85,6 +86,9 @@ class FakeLoader:
 
     def is_current(self, prepared: PreparedModel) -> bool:
         return True
+
+    def find_file(self, name: str) -> Path:
+        raise AssertionError("no adapter is loaded here")
 
     def make(self, prepared: PreparedModel) -> EngineClient:
         name = prepared.config.alias
