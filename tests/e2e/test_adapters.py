@@ -19,7 +19,6 @@ from tests.tiny_models import make_adapter, make_dense
 
 PROMPT = "The ship sails at"
 TOKENS = 12
-GREEDY = {"temperature": 0}
 INVOCATION = (60, 60, 62)  # "<<>"
 
 
@@ -146,7 +145,7 @@ def test_an_adapter_is_loaded_and_unloaded_while_it_serves(server: Server) -> No
     loaded = load(server, "late", "late.gguf", scale=0.5).json()
     assert (loaded["name"], loaded["model"], loaded["scale"]) == ("late", "base", 0.5)
     assert loaded in server.get("/admin/adapters")["adapters"]
-    assert server.metrics()['cllm_memory_bytes{part="adapters"}'] > 0
+    assert server.metrics()["cllm_memory_bytes{part=adapters}"] > 0
     assert say(server, "base:late") != before
     assert "there is an adapter late" in refusal(load(server, "late", "red.gguf"), 409)
     assert delete(server, "late").status_code == 200
@@ -168,9 +167,10 @@ def test_an_adapter_in_use_is_not_unloaded(server: Server) -> None:
 
 
 def test_files_that_do_not_suit_are_refused(server: Server, folder: Path) -> None:
-    answer = load(server, "x", "foreign.gguf")
-    assert "foreign.gguf is for 'qwen2', and this model is llama" in refusal(answer)
-    assert "is no LoRA adapter" in refusal(load(server, "x", "base.gguf"))
+    foreign, model = (load(server, "x", f"{name}.gguf") for name in ("foreign", "base"))
+    assert foreign.status_code == model.status_code == 400
+    assert "foreign.gguf is for 'qwen2', and this model is llama" in foreign.json()["message"]
+    assert "is no LoRA adapter" in model.json()["message"] and str(folder) not in model.text
     assert "not a file in --model-dir" in refusal(load(server, "x", "../x.gguf"), 403)
     assert "name" in refusal(load(server, "a b", "late.gguf"))
 

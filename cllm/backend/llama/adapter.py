@@ -39,7 +39,8 @@ class LlamaAdapters:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST]
         except ModelFileError as error:
-            raise AdapterRefused(f"adapter {adapter.name}: {error}") from None
+            reason = str(error).replace(str(path), path.name)  # the answer may travel further
+            raise AdapterRefused(f"adapter {adapter.name}: {reason}") from None
         except OSError as error:
             raise AdapterRefused(f"adapter {adapter.name}: {path.name}: {error.strerror}") from None
         if adapter.digest not in ("", digest):
