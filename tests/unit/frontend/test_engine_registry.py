@@ -157,6 +157,23 @@ def test_a_name_an_alias_or_a_unique_beginning_finds_a_model() -> None:
         registry.find("bee")
 
 
+def test_an_adapter_follows_the_name_of_its_model() -> None:
+    engine = EngineConfig(adapter=("sql=x.gguf", "8b=y.gguf"))
+    configs = {
+        "ant": ModelConfig(name="ant", engine=engine),
+        "bee": ModelConfig(name="bee", engine=engine, names=("bee:8b",)),
+    }
+    registry = make_registry(FakeLoader(), "ant bee", configs=configs)
+    ant, bee = registry.served
+    assert registry.find_adapter("ant:sql") == (ant, "sql") and registry.find("ant:sql") is ant
+    assert registry.find_adapter("ant:8b") == (ant, "8b") and registry.find_adapter("bee:8b") == (bee, "")
+    assert registry.find_adapter("ant:latest") == (ant, "") and registry.find_adapter(None) == (ant, "")
+    with pytest.raises(ModelNotFound, match="ant has no adapter 'other'; choose one of: ant:sql, ant:8b"):
+        registry.find("ant:other")
+    with pytest.raises(ModelNotFound, match="'wasp:sql' is not served here"):
+        registry.find("wasp:sql")
+
+
 def test_one_model_serves_every_plain_name() -> None:
     registry = make_registry(FakeLoader(), "ant")
     assert registry.find("gpt-4o") is registry.find("/models/x") is registry.default
