@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.client import Address
 from bench.command import conclude, run_command
 from bench.report import Table
+from bench.wire import Address
 from bench.workloads.text import prose
 from proof.command import make_parser
 from proof.shared.answers import TIE, Answer, Client, Verdict, compare

@@ -52,8 +52,8 @@ class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
 class AdapterScaleBody(msgspec.Struct, Body, kw_only=True):
     """A LoRA adapter by its id, as llama-server has it."""
 
-    id: Annotated[int, about("Place in /lora-adapters, from 0", ge=0, le=MAX_INT32)]
-    scale: Annotated[AdapterScale, about("Factor of what it adds; 0: off")] = 0.0
+    id: Annotated[int, about("Place in /lora-adapters, from 0", 0, ge=0, le=MAX_INT32)]
+    scale: Annotated[AdapterScale, about("Factor of what it adds; 0: off", 1.0)] = 0.0
 
 
 AdapterScales = Annotated[tuple[AdapterScaleBody, ...], Meta(max_length=64)]
@@ -66,7 +66,9 @@ class AdapterScalesBody(msgspec.Struct, Body, kw_only=True):
 
     @classmethod
     def parse(cls, value: Any) -> AdapterScalesBody:
-        return super().parse({"scales": value} if isinstance(value, list) else value)
+        if not isinstance(value, list):
+            raise InvalidRequest('the body must be a list of adapters: [{"id": 0, "scale": 1.0}]')
+        return super().parse({"scales": value})
 
 
 class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):

@@ -124,6 +124,7 @@ def test_every_argument_that_has_a_meaning_is_tested() -> None:
     tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
     elsewhere = {"!key_file", "!save_path", "&grammar_file", "&schema_file", "+ctx_size"}
+    elsewhere |= {"!lora", "!lora_scaled", "@lora_off=on"}
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
 
 
