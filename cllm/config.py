@@ -75,6 +75,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _option("The model's name in responses, and after commas more. Default: its file's.", metavar="NAME"),
     ] = ""
     tags: Annotated[str, _rare("Words about the model in /v1/models, comma-separated.", metavar="WORDS")] = ""
+    adapter: Annotated[
+        tuple[str, ...],
+        _option(
+            "LoRA adapter, served as MODEL:NAME; repeatable. A file, or one of a hub; SCALE is 1 by default.",
+            metavar="NAME=FILE[:SCALE]",
+        ),
+    ] = ()
+    apply_adapters: Annotated[
+        bool, _rare("Compute requests that name no adapter with all of --adapter, as llama-server does.")
+    ] = False
     chat_template: Annotated[
         str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""

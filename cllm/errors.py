@@ -92,6 +92,14 @@ class ModelBusy(ClientError):
     code = "model_busy"  # requests need the model: it is not unloaded
 
 
+class AdapterRefused(ClientError):
+    code = "adapter_refused"  # the file is no LoRA adapter of this model, or has changed
+
+
+class AdapterBusy(ClientError):
+    code = "adapter_busy"  # requests need the adapter, or its name is taken
+
+
 class SlowReader(ClientError):
     code = "slow_reader"  # the client does not read its stream
 

@@ -73,6 +73,13 @@ def check_finite(values: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} is {reprlib.repr(value)}: expected a finite number", name)
 
 
+def check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that means nothing."""
+    if unknown := sorted(set(given) - set(known)):
+        named = describe_unknown(unknown[0], [*known, "sampling"])
+        raise TypeError(f"{call}() got an unexpected keyword argument {named}")
+
+
 def describe_unknown(name: str, known: Iterable[str]) -> str:
     """A name that means nothing, with the known one that was probably meant."""
     close = get_close_matches(name, known, n=1)

@@ -40,10 +40,11 @@ from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
 from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown
-from cllm.fields import describe_unknown, parse_fields, to_plain
+from cllm.fields import check_names, parse_fields, to_plain
 from cllm.frontend.async_calls import get_loop, map_bounded, run_tokenizer, wait_for_call
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.served_model import load_adapters
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
@@ -91,6 +92,7 @@ class GenerateOptions(SamplingOptions, total=False):
     min_tokens: int  # generated before the answer may end
     stop_token_ids: Sequence[int]  # tokens that end the answer, as end tokens do
     prompt_logprobs: int | None  # score the prompt's tokens, with this many likely ones
+    adapter: str  # name of a LoRA adapter that computes the answer
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -146,13 +148,6 @@ def _raise_error(output: RequestOutput) -> None:
         raise output.error.error()
 
 
-def _check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a keyword argument that means nothing."""
-    if unknown := sorted(set(given) - set(known)):
-        named = describe_unknown(unknown[0], [*known, "sampling"])
-        raise TypeError(f"{call}() got an unexpected keyword argument {named}")
-
-
 def _merge_sampling(sampling: Sampling, options: dict[str, Any]) -> SamplingParams:
     """Take the fields of sampling out of the options; they win over `sampling`.
 
@@ -167,7 +162,7 @@ def _merge_sampling(sampling: Sampling, options: dict[str, Any]) -> SamplingPara
 
 
 def _make_request(
-    engine: EngineClient, body: OpenAIBody, sampling: SamplingParams, logprobs: int = 0
+    engine: EngineClient, body: OpenAIBody, sampling: SamplingParams, adapter: str = "", logprobs: int = 0
 ) -> Request:
     """A request without prompt. Raises InvalidRequest."""
     check_tokens(engine, [token for token, _ in sampling.logit_bias], "logit_bias")
@@ -185,6 +180,7 @@ def _make_request(
         stop=body.stop,
         logprobs=logprobs or None,
         prompt_logprobs=body.prompt_logprobs,
+        adapter=adapter,
     )
 
 
@@ -215,17 +211,20 @@ class AsyncLLM:
         *,
         config: EngineConfig | None = None,
         worker: str = "",
+        adapters: Mapping[str, str | Path] | None = None,
         **settings: Any,
     ) -> None:
         """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
 
+        `adapters` are files of LoRA adapters by name, each with `:SCALE` or a scale of 1.
         `worker` names another module for the worker processes: `cllm.testing` answers by script.
         Raises SetupError when the model cannot be served. Its first use loads it, or `open` and `with` do.
         """
-        _check_names("LLM", settings, EngineConfig.__struct_fields__)
+        check_names("LLM", settings, EngineConfig.__struct_fields__)
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
         if os.fspath(model):
             asked["model"] = model
+        asked["adapter"] = (*asked["adapter"], *(f"{name}={file}" for name, file in (adapters or {}).items()))
         paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
         ready = make_config(EngineConfig, asked | paths)
         if not worker:
@@ -233,11 +232,13 @@ class AsyncLLM:
         level = str(log.getEffectiveLevel())  # warnings, unless the program wants more
         executor = ProcessExecutor(ready, log_level=level, module=worker or WORKER_MODULE)
         self._engine = EngineClient(executor, queue_size=MAX_QUEUE)
+        self._config = ready
         self._engine.shutdown_message = "the model was closed"
         self._engine.unread_limit = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that opened it
         self._process: int | None = None  # the same
-        self._closed = False
+        self._loading: asyncio.Task[None] | None = None
+        self._ready = self._closed = False
 
     @property
     def info(self) -> ModelInfo:
@@ -257,13 +258,14 @@ class AsyncLLM:
         Raises what keeps it from loading; ShuttingDown if it is closed, also meanwhile.
         """
         loop = asyncio.get_running_loop()
-        if self._engine.info is None and self._loop in (None, loop) and not self._closed:
+        if not self._ready and self._loop in (None, loop) and not self._closed:
             try:  # a call that is cancelled leaves the loading to the next one
-                if self._process is None:
+                if self._loading is None:
                     self._loop, self._process = loop, os.getpid()
                     atexit.register(self._stop_at_exit)
                     self._engine.start(loop)
-                await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
+                    self._loading = loop.create_task(self._load())
+                await asyncio.shield(self._loading)
             except Exception:
                 await self.close()
                 raise
@@ -271,6 +273,11 @@ class AsyncLLM:
         if self._loop is not loop:
             raise EngineNotReady("this model was opened on another event loop: make one for each")
         return self
+
+    async def _load(self) -> None:
+        await asyncio.wrap_future(self._engine.loaded)
+        await load_adapters(self._engine, self._config)
+        self._ready = True
 
     async def __aenter__(self) -> Self:
         try:
@@ -351,18 +358,19 @@ class AsyncLLM:
 
     def _chat(self, messages: str | Messages, sampling: Sampling, options: Options) -> Stream[ChatChunk]:
         self._check_open()
-        _check_names("chat", options, StreamedOptions.__annotations__)
+        check_names("chat", options, StreamedOptions.__annotations__)
         given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "messages": _messages(messages)}
         sampling = _merge_sampling(sampling, given)
         if isinstance(text := options.get("prediction"), str):
             given["prediction"] = {"content": text}
+        adapter = given.pop("adapter", "")
         body = ChatBody.parse(given)
         logprobs = max(1, body.top) if body.top is not None else 0
-        return self._read_chat(body, _make_request(self._engine, body, sampling, logprobs))
+        return self._read_chat(body, _make_request(self._engine, body, sampling, adapter, logprobs))
 
     def _when_open(self, make: Callable[[], Stream[Item]]) -> Stream[Item]:
         """Make a stream: at once where the model is open, so that wrong arguments raise; else when it is."""
-        return self._open_and_read(make) if self._engine.info is None else make()
+        return self._open_and_read(make) if not self._ready else make()
 
     async def _open_and_read(self, make: Callable[[], Stream[Item]]) -> Stream[Item]:
         await self.open()
@@ -372,11 +380,12 @@ class AsyncLLM:
 
     def _make_request(self, sampling: Sampling, options: GenerateOptions, call: str) -> Request:
         self._check_open()
-        _check_names(call, options, GenerateOptions.__annotations__)
+        check_names(call, options, GenerateOptions.__annotations__)
         given = {"max_tokens": DEFAULT_MAX_TOKENS, **to_plain(options), "prompt": ""}
         sampling = _merge_sampling(sampling, given)
         given["stream"] = call == "stream"
-        return _make_request(self._engine, CompletionBody.parse(given), sampling)
+        adapter = given.pop("adapter", "")
+        return _make_request(self._engine, CompletionBody.parse(given), sampling, adapter)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
         last = [chunk async for chunk in chunks][-1]
@@ -493,7 +502,7 @@ class LLM:
 
     def open(self) -> Self:
         """Load the model, where no call has done so. Raises what keeps it from loading; ShuttingDown."""
-        if self._model._engine.info is None:
+        if not self._model._ready:
             wait_for_call(get_loop(os.getpid()), self._model.open)
         self._model._check_open()
         return self

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from cllm.adapters import Adapter
 from cllm.errors import ContextLengthExceeded
 from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptInput, RawText, check_length
 from cllm.types import (
@@ -58,6 +59,20 @@ class ClearCache(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter; answered with AdapterDone. With a digest, only the file that it is of."""
+
+    call_id: int
+    adapter: Adapter
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free a LoRA adapter that no request needs; answered with AdapterDone."""
+
+    call_id: int
+    adapter: Adapter
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -66,7 +81,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     """Something that a request waits for is done: look again. The engine sends it to itself."""
 
 
-Command = Submit | Cancel | Inspect | UseSlot | ClearCache | Stop | Wake
+Command = Submit | Cancel | Inspect | UseSlot | ClearCache | LoadAdapter | UnloadAdapter | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -125,6 +140,15 @@ class CacheDone(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
+class AdapterDone(msgspec.Struct, frozen=True, tag=True):
+    """The result of a LoadAdapter or an UnloadAdapter."""
+
+    call_id: int
+    adapter: Adapter  # as it was read
+    loaded_bytes: int = 0  # of all adapters
+    failure: Failure | None = None
+
+
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     fraction: float  # 0 to 1
 
@@ -173,7 +197,9 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     signal: int = 0  # the one that ended the process
 
 
-Report = StepReport | Inspection | CacheDone | LoadProgress | Ready | Unready | ClusterReport | Died
+Report = (
+    StepReport | Inspection | CacheDone | AdapterDone | LoadProgress | Ready | Unready | ClusterReport | Died
+)
 
 # To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
 # refused anyway need not cross to the parent.

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from cllm.adapters import make_salt
 from cllm.errors import CllmError, ContextLengthExceeded, from_code
 
 MAX_INT32 = 2**31 - 1
@@ -248,7 +249,8 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
 
     items: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()  # in order; all items beside them are text
-    adapter: str = ""  # digest of what is added to the weights; empty for the model as it is
+    adapter: str = ""  # key of the set of adapters it is computed with; empty for the model as it is
+    adapter_from: int = 0  # the item from which on it is, of an aLoRA
 
     def __len__(self) -> int:
         return len(self.items)
@@ -266,7 +268,17 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def key(self, tenant: str) -> str:
         """What keeps its KV apart from that of others with the same items."""
-        return f"{tenant}\0{self.adapter}" if self.adapter else tenant
+        return f"{tenant}\0{self.adapter}" if self.adapter and not self.adapter_from else tenant
+
+    def keyed(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Its items and the answer as the prefix cache has them under the `key`.
+
+        An aLoRA's key is the base's, whose prefix it shares. What it computes itself is salted.
+        """
+        if not self.adapter_from:
+            return tokens
+        salt = make_salt(self.adapter)
+        return [token if at < self.adapter_from else token ^ salt for at, token in enumerate(tokens)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,6 +303,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # shares are fair between tenants; prefixes are not shared across them
     streamed: bool = True  # the answer is read as it is written, so the inter-token target holds
     speculate: bool = True  # allow speculative decoding; the text is the same either way
+    adapter: str = ""  # key of the adapters that its prompt is to be computed with
     reuse: bool = True  # use the prefix cache: match from it and store to it
     embed: tuple[tuple[int, ...], ...] = ()  # inputs to embed; then nothing is generated
 

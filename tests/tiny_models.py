@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -169,6 +170,56 @@ def make_recurrent(path: Path, *, vocabulary: int = VOCABULARY) -> Path:
     for layer in range(LAYERS):
         _recurrent_layer(writer, random, f"blk.{layer}.")
     return write(writer, path)
+
+
+def make_adapter(
+    path: Path,
+    *,
+    seed: int = 1,
+    architecture: str = "llama",
+    rank: int = 4,
+    gain: float = 1.0,
+    invocation: Sequence[int] = (),
+    **metadata: str,
+) -> Path:
+    """Write a LoRA adapter of random matrices for ``make_dense``; the same arguments give the same bytes.
+
+    ``gain`` is the standard deviation of what it adds to a query, a value and an output. With ``invocation``
+    it is an aLoRA. ``metadata`` replaces entries, a double underscore is a dot. Returns ``path``.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    kinds = {"general.type": "adapter", "adapter.type": "lora"}
+    for key, value in (kinds | {name.replace("__", "."): value for name, value in metadata.items()}).items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    if invocation:
+        writer.add_key_value(
+            "adapter.alora.invocation_tokens",
+            list(invocation),
+            gguf.GGUFValueType.ARRAY,
+            sub_type=gguf.GGUFValueType.UINT32,
+        )
+    random = np.random.default_rng(1000 + seed)
+    sizes = {"attn_q": HEADS * HEAD_WIDTH, "attn_v": KEY_VALUE_HEADS * HEAD_WIDTH}
+    for layer in range(LAYERS):
+        for name, outputs in sizes.items():
+            first = make_matrix(random, rank, EMBEDDING, 1.0)
+            second = make_matrix(random, outputs, rank, gain)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", first)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", second)
+    return write(writer, path)
+
+
+def merge_adapters(path: Path, model: Path, scales: Mapping[Path, float]) -> Path:
+    """Write a copy of a model with adapters of ``make_adapter`` added to its weights. Returns ``path``."""
+    shutil.copy(model, path)
+    weights = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path, "r+").tensors}
+    for adapter, scale in scales.items():
+        parts = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(adapter).tensors}
+        for name in {name.rpartition(".")[0] for name in parts}:
+            weights[name] += scale * parts[f"{name}.lora_b"] @ parts[f"{name}.lora_a"]
+    weights[name].base.flush()
+    return path
 
 
 def make_writer(

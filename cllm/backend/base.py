@@ -6,10 +6,12 @@ do. The engine core knows nothing of llama.cpp and a runner knows nothing of req
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
+from cllm.adapters import Adapter
+from cllm.errors import NotSupported
 from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
 SCORED_LOGITS = 1 << 22  # of the prompt tokens that are scored in one step: 16 MiB
@@ -73,11 +75,14 @@ class Batch(NamedTuple):
     `padding` holds ids between those of the rows: of slots that are empty or take no part in this step. Each
     gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
     step: so the ids have no gaps.
+
+    `adapter` is the key of the set of adapters that all rows are computed with; changing it takes `switch_s`.
     """
 
     rows: tuple[Row, ...]
     kind: BatchKind = BatchKind.GENERATE
     padding: tuple[int, ...] = ()
+    adapter: str = ""
 
     @property
     def token_count(self) -> int:
@@ -86,7 +91,8 @@ class Batch(NamedTuple):
     def halves(self) -> tuple[Batch, Batch]:
         """Its rows in two batches, to bisect for the row that was refused."""
         half = len(self.rows) // 2
-        return Batch(self.rows[:half], self.kind), Batch(self.rows[half:], self.kind)
+        whole = self._replace(padding=())
+        return whole._replace(rows=self.rows[:half]), whole._replace(rows=self.rows[half:])
 
 
 class StepStatus(Enum):
@@ -145,6 +151,8 @@ class ModelRunner(Protocol):
     draft_cost: DraftCost | None = None  # as measured at load
     stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
+    adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
+    switch_s: float = 0.0  # to change the set of adapters, as measured when the first one was loaded
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.
@@ -226,6 +234,19 @@ class ModelRunner(Protocol):
 
     def reset_embedding(self) -> None:
         """Drop an input of which only the first chunks were computed."""
+
+    def check_adapter(self, adapter: Adapter) -> Adapter:
+        """Read the file of an adapter, from any thread, and return it with its digest.
+
+        Raises AdapterRefused for what is no adapter of this model, or not the file that the digest is of.
+        """
+        raise NotSupported("this runner has no adapters")
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter that was checked, unless its digest is loaded. Raises AdapterRefused."""
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter that no sequence needs; one that is not loaded is left alone."""
 
     def create_drafter(self, tenant: str | None) -> Drafter | None:
         """A drafter backed by a draft model, for one sequence; None where there is no draft model.

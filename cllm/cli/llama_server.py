@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,9 @@ _FLAGS = """
 --spec-draft-n-max --draft --draft-n --draft-max SPEC_DRAFT_N_MAX 1 =draft_tokens
 -md --model-draft --spec-draft-model SPEC_DRAFT_MODEL   1 =draft_model
 --spec-type                         SPEC_TYPE           1 !drafts
+--lora                              .                   1 !lora
+--lora-scaled                       .                   1 !lora_scaled
+--lora-init-without-apply           .                   0 @lora_off=on
 --pooling                           POOLING             1 =pooling
 --rerank --reranking                RERANKING           0 @pooling=rank
 --chat-template                     CHAT_TEMPLATE       1 !template
@@ -142,15 +146,15 @@ _MISSING_SWITCHES = """
 --no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp --special
 --spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port --cors-credentials
 --ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve --skip-chat-parsing
---no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed --cpu-moe-draft --mlock --mmap
+--no-prefill-assistant --spec-draft-cpu-moe -cmoed --cpu-moe-draft --mlock --mmap
 --no-mmap
 """
 _MISSING_VALUES = """
 -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio -Cb --cpu-mask-batch -Crb
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --rope-scaling --rope-scale --rope-freq-base
 --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --rpc
--lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv --lora
---lora-scaled --control-vector -hft --hf-token --control-vector-scaled -hff --hf-file --log-file
+-lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv
+--control-vector -hft --hf-token --control-vector-scaled -hff --hf-file --log-file
 --spec-draft-type-k -ctkd --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft
 --adaptive-target --adaptive-decay -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
 --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mm --mmproj -mmu
@@ -284,6 +288,10 @@ class Translation:
             self.defaults.setdefault("verbose", True)
         if keys := settings.pop("api_key", None):  # an empty one leaves that of the environment in force
             settings["api_key"] = ",".join(keys)
+        lora_off = settings.pop("lora_off", False)
+        adapters = settings.pop("adapter", [])
+        if adapters and not lora_off:
+            settings["apply_adapters"] = True
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
         if "cache_dir" in settings and "CLLM_CACHE_DISK_MB" not in variables:
@@ -301,7 +309,7 @@ class Translation:
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 words += [f"--{flag}", str(value)]
-        return words
+        return words + [word for each in adapters for word in ("--adapter", each)]
 
     def _share_context(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Slots share the cells: equally where their number is given, else each may use all of them."""
@@ -384,7 +392,17 @@ def _read_budget(value: str) -> dict[str, Any]:
     return {"reasoning_budget": tokens} if tokens > 0 else {} if tokens else _NO_REASONING
 
 
-_COLLECTED = ("api_key", "dry_sequence_breakers", "logit_bias", "stop", "chat_template_kwargs")
+def _read_adapters(value: str, *, scaled: bool) -> dict[str, Any]:
+    """Adapters under the names of their files."""
+    found = []
+    for part in filter(None, value.split(",")):
+        file, _, scale = part.rpartition(":") if scaled else (part, "", "1")
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(file).stem).lstrip("._-")[:64]
+        found.append(f"{name}={file}:{float(scale)}")
+    return {"adapter": found}
+
+
+_COLLECTED = ("adapter", "api_key", "dry_sequence_breakers", "logit_bias", "stop", "chat_template_kwargs")
 _NO_REASONING = {"reasoning_effort": "none"}
 _DRAFTS = re.compile("ngram|draft-simple")
 _LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
@@ -413,6 +431,8 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
     },
     "download": lambda value: _checked({}, False, "not downloaded: give -hf REPOSITORY or -m FILE"),
     "repo": lambda value: {"model": f"hf:{value}"},
+    "lora": partial(_read_adapters, scaled=False),
+    "lora_scaled": partial(_read_adapters, scaled=True),
 }
 _FIELDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "breaker": lambda value: {"dry_sequence_breakers": [] if value == "none" else [_unescape(value)]},

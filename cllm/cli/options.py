@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import typer
@@ -119,12 +119,15 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
     }
     if field.name == "model":
         return _keyword(field.name, Annotated[kind, Argument(**option, show_default=False)], "")
-    if not isinstance(kind, type):
+    repeats = get_origin(kind) is tuple
+    if repeats:
+        kind = str
+    elif not isinstance(kind, type):
         kind, option["parser"] = str, _number_or_word
     name = field.name.replace("_", "-")
     flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
-    value = kind | None if optional else kind
+    value: Any = list[str] if repeats else kind | None if optional else kind
     return _keyword(field.name, Annotated[value, Option(flag, **option)], field.default)
 
 

@@ -299,6 +299,10 @@ class EngineLoader:
             fits = not isinstance(error, NotEnoughMemory) or not rooms
             raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
 
+    def find_file(self, name: str) -> Path:
+        """A file of --model-dir. Raises Forbidden."""
+        return find_model(self._server.model_dir, name)
+
     def is_current(self, prepared: PreparedModel) -> bool:
         """Return True if the files are still those that were prepared."""
         with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer, ReplicaReport, has
 from cllm.cluster.replica_metrics import ReplicaMetrics, add_states, add_work, merge_ready
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
 from cllm.messages import (
+    AdapterDone,
     CacheDone,
     Cancel,
     ClearCache,
@@ -29,12 +30,14 @@ from cllm.messages import (
     Heartbeat,
     Inspect,
     Inspection,
+    LoadAdapter,
     Ready,
     ReplicaStatus,
     Report,
     StepReport,
     StepStats,
     Submit,
+    UnloadAdapter,
     Unready,
     UseSlot,
 )
@@ -136,6 +139,9 @@ class Relay:
             case UseSlot(call_id):
                 why = "slots are of one machine: they cannot be used with --cluster"
                 self._emit(CacheDone(call_id, failure=Failure(NotSupported.code, why)))
+            case LoadAdapter(call_id, adapter) | UnloadAdapter(call_id, adapter):
+                why = "adapters are of one machine: they cannot be used with --cluster"
+                self._emit(AdapterDone(call_id, adapter, failure=Failure(NotSupported.code, why)))
             case Inspect() | ClearCache():
                 asked = [replica for replica in self.replicas if replica.ready is not None]
                 self._calls[command.call_id] = ReplicaMetrics(command, asked, next(self._snapshots))
@@ -170,8 +176,8 @@ class Relay:
 
     def _send(self, relayed: RelayedRequest, closed: set[int]) -> None:
         request = relayed.resumption or relayed.request
-        tokens = (*request.prompt.items, *request.generated_prefix)
-        tenant = "" if self._share else request.tenant
+        tokens = request.prompt.keyed((*request.prompt.items, *request.generated_prefix))
+        tenant = request.prompt.key("" if self._share else request.tenant)
         blocks = hash_blocks(tokens, tenant) if request.reuse and tokens else ()
         name = f"{request.id}~{self._name}.{relayed.placed}"
         try:

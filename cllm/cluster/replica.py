@@ -99,8 +99,8 @@ class ReplicaLoad:
         self._changed = True
 
     def submitted(self, request: Request, now: float) -> None:
-        tokens = [*request.prompt.items, *request.generated_prefix]
-        tenant = "" if self._share else request.tenant
+        tokens = [*request.prompt.keyed([*request.prompt.items, *request.generated_prefix])]
+        tenant = request.prompt.key("" if self._share else request.tenant)
         count, hit = max(1, len(tokens) or request.input_tokens), 0
         if request.reuse and tokens:
             blocks = hash_blocks(tokens, tenant)

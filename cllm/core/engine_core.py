@@ -15,6 +15,7 @@ from typing import Any
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, get_cache_ram_mb, settle_itl
+from cllm.core.adapter_calls import AdapterCalls
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import STALL_LIMIT_S, DiskKVCache
@@ -34,12 +35,14 @@ from cllm.messages import (
     Command,
     Inspect,
     Inspection,
+    LoadAdapter,
     Ready,
     Report,
     StepReport,
     StepStats,
     Stop,
     Submit,
+    UnloadAdapter,
     UseSlot,
     Wake,
 )
@@ -144,6 +147,7 @@ class EngineCore:
             ),
         )
         self.cache_calls = CacheCalls(self.scheduler.prefix_cache, self.disk, emit)
+        self._adapter_calls = AdapterCalls(runner, self.preparation, self.scheduler.live.values, emit)
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
@@ -255,6 +259,8 @@ class EngineCore:
         """Submit the batch after this one, if that is known already; when that was, or None."""
         if not self.inbox.empty() or self.cache_calls.calls or self.embedding.has_work:
             return None
+        if self.scheduler.turns.due:
+            return None
         if (following := self.scheduler.following.complete(batch, result)) is None:
             return None
         now = time.perf_counter()
@@ -331,7 +337,7 @@ class EngineCore:
                     self._report()
                 if follow:
                     # None follows where a request waits for a slot.
-                    running = {} if self.scheduler.waiting else self.scheduler.running
+                    running = {} if self.scheduler.waiting else self.scheduler.scheduled
                     self.scheduler.following.prepare(batch, running)
                 result = self._guarded(self.runner.collect)
         assert result is not None
@@ -405,8 +411,10 @@ class EngineCore:
                 self._emit(Inspection(call_id, self.snapshot()))
             case ClearCache() | UseSlot():
                 self.cache_calls.add(command)
+            case LoadAdapter() | UnloadAdapter():
+                self._adapter_calls.add(command, idle=self.idle)
             case Wake():
-                pass
+                self._adapter_calls.advance()
             case Stop():
                 return False
         return True

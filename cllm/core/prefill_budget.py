@@ -84,7 +84,7 @@ class TenantShares:
     """Seconds of steps that a tenant took beyond an even share with the others that computed beside it.
 
     One that is too far ahead leaves the next steps to the rows of others: a prompt fills a step up to its
-    limit, a row takes a small part of it, so without this whoever sends prompts has nearly all the time.
+    limit, a row takes a small part of it, so without this one that sends prompts has nearly all the time.
     """
 
     def __init__(self, credit_s: float) -> None:
@@ -150,6 +150,7 @@ class PrefillBudget:
         self.defers = defers
         self.target_s = target_s
         self.alternates = False  # with steps of another budget: a sequence waits for one of each
+        self.sets = 1  # of adapters, that take turns: a sequence waits for a step of each other one
         self.contended = False  # another engine waits for each step: its streams may, where none runs here
         self.cost = cost
         self._turn = 0
@@ -159,7 +160,12 @@ class PrefillBudget:
     @property
     def max_step_s(self) -> float:
         """What a step may take while a sequence waits for its next token."""
-        return self.AIM * self.target_s / (1 + self.alternates)
+        return self.AIM * self.target_s / (self.sets + self.alternates)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether streams wait for each step that are not in it: of another engine, or of another set."""
+        return self.contended or self.sets > 1
 
     def schedule_tokens(
         self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
@@ -173,7 +179,7 @@ class PrefillBudget:
         more. Steps and not parts of steps, since small chunks are slow.
         """
         sequences = list(running)
-        if len(sequences) == 1 and not self.contended and sequences[0].computable <= self.batch_tokens:
+        if len(sequences) == 1 and not self.waited_for and sequences[0].computable <= self.batch_tokens:
             return {sequences[0].id: sequences[0].computable}
         if all(sequence.pending == 1 for sequence in sequences):
             decoding = self._defer(sequences)
@@ -287,7 +293,7 @@ class PrefillBudget:
         client waits for a token. `prompts`: the position and the tokens left of each, in their order.
         """
         room = self.batch_tokens - decoding
-        if (decoding == 0 and not self.contended) or room <= 0:
+        if (decoding == 0 and not self.waited_for) or room <= 0:
             return max(0, room)
         step, measured = self.cost.step, self.cost.largest_prefill
         first = self.first_chunk + get_offset(decoding, split=self.cost.split)
@@ -298,7 +304,7 @@ class PrefillBudget:
         largest = min(room, cost.wanted, max(first, self.MAX_GROWTH * measured))
         max_attended = self.MAX_GROWTH * max(self.cost.largest_attended, context, TILE**2)
         chunks = [each for each in self._chunks(largest, cost) if cost.shape(each).attended <= max_attended]
-        if not streamed and not self.contended:
+        if not streamed and not self.waited_for:
             return chunks[-1] if chunks else min(largest, self.MIN_CHUNK)
         return self._keep_target(cost, chunks, min(largest, self.MIN_CHUNK))
 
@@ -309,7 +315,7 @@ class PrefillBudget:
         if not kept:
             most = max((chunk for chunk in chunks if chunk not in tiles), default=smallest)
             kept = bisect_largest(smallest, most, lambda chunk: cost.seconds(chunk) <= self.max_step_s)
-        limit_s = self.max_overrun * self.target_s / (1 + self.alternates)
+        limit_s = self.max_overrun * self.target_s / (self.sets + self.alternates)
         longer = [chunk for chunk in chunks if chunk > kept and cost.seconds(chunk) <= limit_s]
         if not longer:
             return kept

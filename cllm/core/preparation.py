@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from cllm.adapters import Adapter
 from cllm.backend.base import ModelRunner, Sampler
 from cllm.text.structured_output import Constraint, GrammarCompiler
 from cllm.types import Request
@@ -97,6 +98,10 @@ class Preparation:
 
     def open_embedding(self) -> Future[None]:
         return self._watched(self._others.submit("", self._runner.open_embedding))
+
+    def check_adapter(self, adapter: Adapter) -> Future[Adapter]:
+        """Begin to read the file of an adapter."""
+        return self._watched(self._others.submit("", partial(self._runner.check_adapter, adapter)))
 
     def discard(self, future: Future[RequestParts]) -> None:
         """The request has ended: what is made for it is not needed."""

@@ -7,10 +7,11 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from cllm.adapters import split_key
 from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.layout import KVLayout
@@ -24,9 +25,17 @@ from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE, StepCostModel
-from cllm.core.step_groups import StepGroup
+from cllm.core.step_groups import AdapterTurns, StepGroup
 from cllm.core.token_masks import TokenMasks
-from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
+from cllm.errors import (
+    AdapterRefused,
+    BadBatch,
+    CllmError,
+    EngineDied,
+    EngineError,
+    IntegrityError,
+    PositionMismatch,
+)
 from cllm.types import (
     Failure,
     FinishReason,
@@ -67,7 +76,7 @@ class FollowingBatch:
             tokens.append([0])  # the token that it will get
             rows.append(Row(seq_id, position, tokens[-1], 1, row.sampler))
         if self._spec_decode.rests(len(rows), self._cost):
-            self._prepared = batch, Batch(tuple(rows), padding=batch.padding), tokens
+            self._prepared = batch, batch._replace(rows=tuple(rows)), tokens
 
     def complete(self, batch: Batch, result: StepResult) -> Batch | None:
         """The batch after this one, with the tokens of its result; None: it is to be scheduled."""
@@ -124,6 +133,8 @@ class Scheduler(StepGroup[Sequence]):
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
         self.following = FollowingBatch(runner, self._spec_decode, budget.cost)
+        self.turns = AdapterTurns(runner, budget)
+        self.scheduled = self.running  # those whose turn it was at the last schedule
         self.integrity_failures = 0
 
     # Requests in and out ---------------------------------------------------------------------------
@@ -137,6 +148,8 @@ class Scheduler(StepGroup[Sequence]):
             sequence.preparing = self._preparation.submit(request)
         self.live[request.id] = sequence
         self.waiting.append(sequence)
+        if not split_key(request.prompt.adapter).keys() <= self.runner.adapters.keys():
+            self._fail(sequence, AdapterRefused("the adapter of this request is not loaded any more"))
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order; detokenized while a GPU computes the next step."""
@@ -154,22 +167,27 @@ class Scheduler(StepGroup[Sequence]):
             self._preparation.close_unused()
         self.transfer.step_began_s = self.transfer.seconds
         self._admit_waiting()
-        if len(self.running) > 1 or not self.layout.splits:
+        if (len(self.running) > 1 and self.budget.sets == 1) or not self.layout.splits:
             self.prefix_cache.slots.tidy(self.running)
         self._check_positions()
-        counts = self.budget.schedule_tokens(self.running.values(), self._urgency)
-        if any(sequence.unscored for sequence in self.running.values()):
-            limit_scored(self.running.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
+        scheduled = self.scheduled = self.turns.choose(self.running)
+        if len(scheduled) < len(self.running) and self.runner.limits.rollback_tokens:
+            self._settle([each for slot, each in self.running.items() if slot not in scheduled])
+        counts = self.budget.schedule_tokens(scheduled.values(), self._urgency)
+        if any(sequence.unscored for sequence in scheduled.values()):
+            limit_scored(scheduled.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
         masks: Mapping[str, TokenMask] = {}
-        if masked := [sequence for sequence in self.running.values() if sequence.stopping.masks]:
+        if masked := [sequence for sequence in scheduled.values() if sequence.stopping.masks]:
             masks, exhausted = self._masks.build(masked, counts)
             for sequence, error in exhausted:
+                slot = sequence.seq_id
                 self._fail(sequence, error)
+                scheduled.pop(slot, None)
         limits = self.runner.limits
         drafts: dict[int, list[int]] = {}
         if self._spec_decode.max_tokens:
-            able = [each for each in self.running.values() if each.id in counts or each.pending > 1]
-            room, max_step_s = limits.batch_tokens - len(self.running), self.budget.max_step_s
+            able = [each for each in scheduled.values() if each.id in counts or each.pending > 1]
+            room, max_step_s = limits.batch_tokens - len(scheduled), self.budget.max_step_s
             drafts = self._spec_decode.draft(able, self.budget.cost, room=room, max_step_s=max_step_s)
         rows = [
             sequence.row(counts[sequence.id], drafts.get(seq_id, ()), masks.get(sequence.id))
@@ -186,14 +204,14 @@ class Scheduler(StepGroup[Sequence]):
             left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
-        batch = Batch(tuple(rows), padding=padding)
+        batch = Batch(tuple(rows), padding=padding, adapter=self.turns.key)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
 
     def update(self, batch: Batch, result: StepResult) -> None:
         match result.status:
             case StepStatus.DONE:
-                self._observed = batch, result
+                self._observed = (batch, result) if self.turns.observe(batch, result) else None
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(self.running[row.seq_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
@@ -216,7 +234,7 @@ class Scheduler(StepGroup[Sequence]):
             and sequence.position == row.position
             and sequence.stopping.sampler is row.sampler
         )
-        return Batch(tuple(rows), batch.kind)
+        return batch._replace(rows=tuple(rows))
 
     # Admission -------------------------------------------------------------------------------------
 
@@ -305,6 +323,12 @@ class Scheduler(StepGroup[Sequence]):
                 seen = f"the memory's next position is {position}, the request has computed {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
                 self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
+
+    def _settle(self, left_out: Iterable[Sequence]) -> None:
+        """Make sequences safe that take no part in the next steps; one that is lost is computed again."""
+        for sequence in left_out:
+            if not self.runner.settle(sequence.seq_id):
+                sequence.truncate(self.runner, 0)
 
     # Results ---------------------------------------------------------------------------------------
 

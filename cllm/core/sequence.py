@@ -74,6 +74,17 @@ class Sequence:
         self.cut_to(length if runner.truncate(self.seq_id, position) == position else 0)
 
     @property
+    def adapter(self) -> str:
+        """Key of the set of adapters that its next tokens are computed with."""
+        prompt = self.request.prompt
+        return prompt.adapter if self.num_computed >= prompt.adapter_from else ""
+
+    @property
+    def keyed(self) -> Tokens[int]:
+        """Its tokens as the prefix cache has them."""
+        return self.request.prompt.keyed(self.tokens)
+
+    @property
     def pending(self) -> int:
         """How many tokens are known but not computed; at least 1 while running."""
         return len(self.tokens) - self.num_computed
@@ -86,8 +97,10 @@ class Sequence:
 
     @property
     def computable(self) -> int:
-        """How many pending tokens may go into one step: none beyond the next checkpoint."""
-        return self.pending if not self.stops else min(self.pending, self.stops[0] - self.num_computed)
+        """How many pending tokens may go into one step: none beyond the next checkpoint, nor of two sets."""
+        end = self.stops[0] if self.stops else len(self.tokens)
+        border = self.request.prompt.adapter_from
+        return min(end, border if self.num_computed < border else end, len(self.tokens)) - self.num_computed
 
     def score(self, entries: Tokens[TokenLogprob], unscored: int) -> None:
         """Add log-probabilities of the next tokens of its prompt, where `unscored` of them want theirs."""
@@ -161,7 +174,7 @@ class Sequence:
     def shared_with(self, other: Sequence) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""
         limit = max(0, min(len(self.tokens) - 1, len(other.tokens)))
-        return common_length(self.tokens[:limit], other.tokens)
+        return common_length(self.keyed[:limit], other.keyed)
 
     def usage(self) -> Usage:
         return Usage(

@@ -1,14 +1,14 @@
 """Step groups: what a step may compute together, and whose turn it is.
 
 A llama.cpp batch has one kind, and a context one set of adapters. So each step belongs to one group: tokens
-of sequences, or inputs to embed. Groups with work share the time that steps take.
+of sequences, or inputs to embed. Groups with work share the time that steps take; so do sets of adapters.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from cllm.backend.base import Batch, ModelRunner, StepResult
 from cllm.core.prefill_budget import PrefillBudget
@@ -16,6 +16,14 @@ from cllm.errors import CllmError
 from cllm.types import Failure, FinishReason, Request
 
 Member = TypeVar("Member")
+
+
+class HasAdapter(Protocol):
+    @property
+    def adapter(self) -> str: ...
+
+
+Scheduled = TypeVar("Scheduled", bound=HasAdapter)
 
 
 class StepGroup(ABC, Generic[Member]):
@@ -95,3 +103,52 @@ class GroupTurns:
         candidates = waiting if again and waiting else working
         self._last = min(candidates, key=lambda index: (groups[index].spent_s, index), default=0)
         return groups[self._last]
+
+
+class AdapterTurns:
+    """Gives steps to the sequences of one set of adapters at a time: a context computes with one.
+
+    A change of the set takes `switch_s` of the runner. So a set keeps its turn until its steps took
+    `MIN_SWITCHES` times that, or it has no sequence left. The next is the set that has taken the least time.
+    With one set, there are no turns.
+    """
+
+    MIN_SWITCHES = 10  # a tenth of the time at most goes into switches
+
+    def __init__(self, runner: ModelRunner, budget: PrefillBudget) -> None:
+        self._runner, self._budget = runner, budget
+        self.key = ""  # of the set whose turn it is
+        self._spent_s: dict[str, float] = {}  # by the sets that have sequences, while there are several
+        self._turn_s = 0.0  # taken by this turn
+        self._computed = ""  # the set of the last step
+
+    @property
+    def due(self) -> bool:
+        """Whether another set waits and this turn is over."""
+        return len(self._spent_s) > 1 and self._turn_s >= self.MIN_SWITCHES * self._runner.switch_s
+
+    def choose(self, running: dict[int, Scheduled]) -> dict[int, Scheduled]:
+        """The sequences, by slot, of the set whose turn it is; all of them where they have the same."""
+        keys = {each.adapter for each in running.values()} if self._runner.adapters else {""}
+        self._budget.sets = max(1, len(keys))
+        if len(keys) < 2:
+            self.key = next(iter(keys), self.key)
+            self._spent_s.clear()
+            return running
+        level = min((self._spent_s[key] for key in keys & self._spent_s.keys()), default=0.0)
+        self._spent_s = {key: self._spent_s.get(key, level) for key in keys}  # time is not saved up
+        if self.key not in keys or self.due:
+            others = keys - {self.key}
+            self.key = min(others, key=lambda key: (self._spent_s[key], key))
+            self._turn_s = 0.0
+        return {slot: each for slot, each in running.items() if each.adapter == self.key}
+
+    def observe(self, batch: Batch, result: StepResult) -> bool:
+        """Count the time of a step. False for the first one after a switch: it is no measure of others."""
+        steady = batch.adapter == self._computed
+        self._computed = batch.adapter
+        step_s = result.compute_s + result.sample_s
+        self._turn_s += step_s
+        if batch.adapter in self._spent_s:
+            self._spent_s[batch.adapter] += step_s
+        return steady

@@ -30,11 +30,13 @@ from cllm.errors import (
     SlowReader,
     from_code,
 )
+from cllm.frontend.engine_adapters import EngineAdapters
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
 from cllm.messages import (
+    AdapterDone,
     CacheDone,
     Cancel,
     ClearCache,
@@ -107,6 +109,7 @@ class EngineClient:
         self.error: CllmError | None = None  # why requests wait; while health is FAILED, are refused
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
+        self.adapters = EngineAdapters(self._call, lambda: (each.request.prompt for each in self.requests))
         self.metrics = EngineMetrics()
         self.metrics.watch(self._queue)
 
@@ -187,6 +190,8 @@ class EngineClient:
         try:
             if self.health in _CLOSED:
                 raise self._closed_error()
+            if request.adapter:
+                request = self.adapters.apply(request)
             if self.info is not None and not (self.info.generates or request.embed):
                 raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
             state = self._queue.admit(request, stream, self.limits)
@@ -332,9 +337,13 @@ class EngineClient:
 
     def _change_state(self, report: Report) -> None:
         match report:
-            case Inspection(call_id) | CacheDone(call_id) if call_id in self._calls:
-                answer = report.snapshot if isinstance(report, Inspection) else report.failure or report
-                settle(self._calls.pop(call_id), answer)
+            case Inspection(call_id, snapshot) if call_id in self._calls:
+                settle(self._calls.pop(call_id), snapshot)
+            case CacheDone(call_id) if call_id in self._calls:
+                settle(self._calls.pop(call_id), report.failure or report)
+            case AdapterDone(call_id, adapter, loaded_bytes, failure) if call_id in self._calls:
+                self.metrics.memory.labels("adapters").set(loaded_bytes)
+                settle(self._calls.pop(call_id), failure or adapter)
             case LoadProgress(fraction):
                 if self._on_loading is not None:
                     self._on_loading(fraction)
@@ -343,6 +352,7 @@ class EngineClient:
                 self.info, self.limits, self.error = info, limits, None
                 self._computing = True
                 self._backoff.ready()
+                self.adapters.restore()
                 if self.health is not Health.DRAINING:
                     self.health = Health.READY
                 if not self.loaded.done():

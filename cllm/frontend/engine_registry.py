@@ -138,6 +138,32 @@ class EngineRegistry:
         return dict(_add(model.memory for model in self.served))
 
     def find(self, name: str | None) -> ServedModel:
+        """The model that serves requests for a name, with or without an adapter's. Raises ModelNotFound."""
+        return self.find_adapter(name)[0]
+
+    def find_adapter(self, name: str | None) -> tuple[ServedModel, str]:
+        """The model and the name of its adapter that MODEL:ADAPTER stands for; "" for any other name.
+
+        What follows a colon may be a part of the model's own name. Raises ModelNotFound, also for an unknown
+        adapter of a model that has some.
+        """
+        base, colon, adapter = (name or "").rpartition(":")
+        if not colon or any(name.lower() in names for names in self._names.values()):  # type: ignore[union-attr]
+            return self._find(name), ""
+        try:
+            model = self._find(base)
+        except ModelNotFound:
+            return self._find(name), ""
+        if adapter in model.adapters:
+            return model, adapter
+        info = model.info
+        own = base.lower() in (*self._names[model], info.name.lower() if info is not None else "")
+        if own and model.adapters and colon + adapter != LATEST:
+            listed = ", ".join(f"{base}:{each}" for each in model.adapters)
+            raise ModelNotFound(f"{base} has no adapter {adapter[:64]!r}; choose one of: {listed}")
+        return self._find(name), ""
+
+    def _find(self, name: str | None) -> ServedModel:
         """The model that serves requests for a name: its name, an alias, or a beginning that no other has.
 
         Raises ModelNotFound. With one model, any name but a path that leads elsewhere is served by it. A name

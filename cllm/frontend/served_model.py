@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from cllm.adapters import Adapter, parse_adapter
 from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
@@ -122,6 +124,14 @@ class Loader(Protocol):
     def make(self, prepared: PreparedModel) -> EngineClient:
         """An engine, not started."""
 
+    def find_file(self, name: str) -> Path:
+        """A file that operators may load. Raises Forbidden."""
+
+
+async def load_adapters(engine: EngineClient, config: EngineConfig) -> None:
+    """Load the adapters that the settings of an engine name. Raises AdapterRefused."""
+    await engine.adapters.load_all(config.adapter, apply=config.apply_adapters)
+
 
 class ServedModel:
     """A model by its names. Its last engine stays, stopped, while the model is unloaded."""
@@ -222,8 +232,25 @@ class ServedModel:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that its engines take, by device, as predicted."""
-        needed = self.prepared.memory if self.prepared is not None else {}
+        needed = dict(self.prepared.memory) if self.prepared is not None else {}
+        if self.engine is not None and needed:  # where most of the weights are
+            needed[max(needed, key=needed.__getitem__)] += self.engine.adapters.size
         return {device: size * len(self.engines) for device, size in needed.items() if self.engines}
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of its LoRA adapters; before the first load, of those that it will have."""
+        if self.engine is None:
+            return tuple(parse_adapter(text).name for text in self.config.engine.adapter)
+        return tuple(adapter.name for adapter in self.engine.adapters.loaded)
+
+    async def load_adapter(self, name: str, file: str, scale: float) -> Adapter:
+        """Load an adapter from a file of --model-dir. Raises Forbidden, AdapterRefused, AdapterBusy."""
+        if self._loader is None:
+            raise Forbidden("the model of this server cannot be changed")
+        assert self.engine is not None
+        path = self._loader.find_file(file)
+        return await self.engine.adapters.load(Adapter(name=name, file=str(path), scale=scale))
 
     @property
     def state(self) -> ModelState:
@@ -263,6 +290,8 @@ class ServedModel:
         assert self.engine is not None
         self.engine.start(asyncio.get_running_loop())
         await asyncio.wrap_future(self.engine.loaded)
+        if self.prepared is not None:
+            await load_adapters(self.engine, self.prepared.config)
         self.used_at = time.monotonic()
 
     async def prepare(self, rooms: Sequence[Memory] = ()) -> PreparedModel:
@@ -280,7 +309,7 @@ class ServedModel:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
         with self._changing(Phase.LOADING):
-            await self._take_over(self._loader.make(prepared))
+            await self._take_over(self._loader.make(prepared), prepared)
         self._failures = 0
 
     @contextmanager
@@ -354,7 +383,7 @@ class ServedModel:
         old = self.engine
         with self._changing(Phase.RELOADING):
             prepared = await self._prepare(self._loader, file=file)
-            new = await self._take_over(self._loader.make(prepared))
+            new = await self._take_over(self._loader.make(prepared), prepared)
         self.prepared = prepared
         if old is not None and old in self.engines:
             task = asyncio.create_task(self._retire(old))
@@ -363,13 +392,17 @@ class ServedModel:
             log.info("a new engine serves; the old one has %d requests to finish", len(old.requests))
         return new
 
-    async def _take_over(self, new: EngineClient) -> EngineClient:
+    async def _take_over(self, new: EngineClient, prepared: PreparedModel) -> EngineClient:
         """Start an engine, wait until it is ready, and serve with it; nothing is left of one that fails."""
         self.engines.append(new)
         try:
             self._check_closing()
+            if self.engine is not None:
+                new.adapters.take_over(self.engine.adapters)
             new.start(asyncio.get_running_loop())
             await asyncio.wrap_future(new.loaded)
+            if self.engine is None:
+                await load_adapters(new, prepared.config)
             self._check_closing()
         except BaseException as error:
             await asyncio.to_thread(new.stop)

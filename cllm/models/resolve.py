@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from cllm.adapters import parse_adapter
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError
 from cllm.models.files import parse_hub
@@ -71,7 +72,13 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
         model = choose_file(model, config)
     if draft:
         draft = str(resolve(draft, offline=config.offline))
-    return msgspec.structs.replace(config, model=str(model), draft_model=draft)
+    adapters = tuple(_resolve_adapter(text, offline=config.offline) for text in config.adapter)
+    return msgspec.structs.replace(config, model=str(model), draft_model=draft, adapter=adapters)
+
+
+def _resolve_adapter(text: str, *, offline: bool) -> str:
+    adapter = parse_adapter(text)
+    return f"{adapter.name}={resolve(adapter.file, offline=offline)}:{adapter.scale!r}"
 
 
 def is_path(text: str) -> bool:

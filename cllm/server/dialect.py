@@ -34,6 +34,7 @@ STATUS: dict[type[Exception], int] = {
     errors.ClientGone: 499,
     errors.ReloadFailed: 409,
     errors.ModelBusy: 409,
+    errors.AdapterBusy: 409,
     errors.EngineError: 500,
     errors.StorageFailed: 507,
     errors.ModelDoesNotFit: 507,

@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from cllm.adapters import AdapterScale
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_BIASES, MAX_OPTIONS
 from cllm.server.body import Body, SourceText, StopText, TokenId, about
-from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
+from cllm.types import MAX_INT32, SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_PRIORITY = 100
 BATCH_PRIORITY = -MAX_PRIORITY - 1  # of a batch's lines: below that of any client
@@ -49,6 +50,28 @@ class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
     grammar: Annotated[Grammar | None, about("A grammar", 'root ::= "yes" | "no"')] = None
 
 
+class AdapterScaleBody(msgspec.Struct, Body, kw_only=True):
+    """A LoRA adapter by its id, as llama-server has it."""
+
+    id: Annotated[int, about("Place in /lora-adapters, from 0", 0, ge=0, le=MAX_INT32)]
+    scale: Annotated[AdapterScale, about("Factor of what it adds; 0: off", 1.0)] = 0.0
+
+
+AdapterScales = Annotated[tuple[AdapterScaleBody, ...], Meta(max_length=64)]
+
+
+class AdapterScalesBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /lora-adapters`: a list."""
+
+    scales: AdapterScales
+
+    @classmethod
+    def parse(cls, value: Any) -> AdapterScalesBody:
+        if not isinstance(value, list):
+            raise InvalidRequest('the body must be a list of adapters: [{"id": 0, "scale": 1.0}]')
+        return super().parse({"scales": value})
+
+
 class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     """The fields of `SamplingParams`, those that differ over HTTP, and others that all such routes take.
 
@@ -68,6 +91,10 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     ] = 0
     cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
     speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
+    lora: Annotated[
+        AdapterScales | None,
+        about("LoRA adapters by id with their scales, as llama-server has it", [{"id": 0, "scale": 1.0}]),
+    ] = None
     top_k: Annotated[int, about("Keep the k most likely tokens; 0 or -1: off", ge=-1, le=2**31 - 1)] = 40
     dry_sequence_breakers: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...],

@@ -45,7 +45,7 @@ async def use_engine(
     DeadlineExceeded, and ClientGone where the client leaves meanwhile.
     """
     registry: EngineRegistry = http.app.state.registry
-    model = registry.find(name or http.query_params.get("model"))
+    model, http.scope["state"]["adapter"] = registry.find_adapter(name or http.query_params.get("model"))
     if model.open:
         lease = await registry.use(model)
     else:
@@ -129,14 +129,20 @@ def make_request(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     sampling: SamplingParams | None = None,
+    adapter: str = "",
 ) -> Request:
     """A body as the engine's request, without a prompt, for the tenant of `http`. Raises InvalidRequest.
 
-    `max_tokens` None sets no limit but the context's; `logprobs` None scores no token.
+    `max_tokens` None sets no limit but the context's; `logprobs` None scores no token. `adapter` is a name
+    where there is no `http`, whose model may have one. Raises ModelNotFound for one that is not loaded.
     """
     info, limits = loaded(engine)
     state = {} if http is None else http.scope["state"]
     priority = state.get("priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)))
+    adapter = adapter or state.get("adapter", "")
+    scales = {adapter: engine.adapters.get(adapter).scale} if adapter else None
+    if body.lora is not None:
+        scales = engine.adapters.choose_by_id({each.id: each.scale for each in body.lora})
     return Request(
         id=request_id,
         max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
@@ -150,6 +156,7 @@ def make_request(
         timeout_s=body.timeout,
         priority=priority,
         tenant=state["tenant"].name if state else "",
+        adapter=engine.adapters.choose(scales),
         reuse=body.cache_prompt,
         streamed=body.stream,
         speculate=body.speculate,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import numpy as np
+from msgspec.structs import replace
 
+from cllm.adapters import Adapter, split_key
 from cllm.backend.base import (
     Batch,
     BatchKind,
@@ -19,6 +22,7 @@ from cllm.backend.base import (
     StepResult,
     StepStatus,
 )
+from cllm.errors import AdapterRefused
 from cllm.types import (
     EmbedLimits,
     InfillTokens,
@@ -33,6 +37,7 @@ from cllm.types import (
 END_TOKEN = 256
 TURN = 257  # a control token: the chat template opens the assistant's turn with it
 VOCABULARY_SIZE = 258
+TOKEN_BITS = 9  # of a token in memory; the bits above are a mark
 VECTOR_LENGTH = 8
 
 
@@ -46,15 +51,29 @@ def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> in
     return ord("a") + (state >> 7) % 26
 
 
-def expected_text(prompt: Sequence[int], max_tokens: int, seed: int = 0, *, ends: bool = True) -> str:
+def mark(adapter: str) -> int:
+    """What tokens are marked with in memory that were computed with a set of adapters."""
+    return (crc32(adapter.encode()) % 127 + 1) << TOKEN_BITS if adapter else 0
+
+
+def expected_text(
+    prompt: Sequence[int],
+    max_tokens: int,
+    seed: int = 0,
+    *,
+    ends: bool = True,
+    adapter: str = "",
+    adapter_from: int = 0,
+) -> str:
     """The text a request must yield, computed without an engine."""
-    memory = list(prompt)
+    computed_with = mark(adapter)
+    memory = [*prompt[:adapter_from], *(token | computed_with for token in prompt[adapter_from:])]
     text = ""
     for _ in range(max_tokens):
         token = next_token(memory, seed, ends=ends)
         if token == END_TOKEN:
             break
-        memory.append(token)
+        memory.append(token | computed_with)
         text += chr(token)
     return text
 
@@ -181,6 +200,9 @@ class FakeRunner(ModelRunner):
         self.open_samplers = 0
         self.closed = False
         self._submitted: Batch | None = None
+        self.adapters: dict[str, int] = {}
+        self._adapter = ""  # key of the set in use
+        self.switches = 0  # of it
 
     def _native(self, name: str) -> StepStatus | None:
         number, self.calls = self.calls, self.calls + 1
@@ -200,6 +222,8 @@ class FakeRunner(ModelRunner):
 
     def _decode(self, batch: Batch) -> StepResult:
         self._check(batch)
+        self.switches += batch.adapter != self._adapter
+        self._adapter = batch.adapter
         status = self._native("collect")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
@@ -210,11 +234,11 @@ class FakeRunner(ModelRunner):
             if status in (StepStatus.ABORTED, StepStatus.FAILED):
                 # As in llama.cpp: cells computed before the failure stay in memory.
                 first = batch.rows[0]
-                self.memory[first.seq_id].extend(first.tokens)
+                self.memory[first.seq_id].extend(token | mark(batch.adapter) for token in first.tokens)
             return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
         results = []
         for row in batch.rows:
-            self.memory[row.seq_id].extend(row.tokens)
+            self.memory[row.seq_id].extend(token | mark(batch.adapter) for token in row.tokens)
             result = self._sample(row) if row.outputs else RowResult()
             results.append(result._replace(scored=self._score(row)))
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
@@ -282,12 +306,29 @@ class FakeRunner(ModelRunner):
         self._native("reset_embedding")
         self.embedding_memory = []
 
+    def check_adapter(self, adapter: Adapter) -> Adapter:
+        """The digest is one of the file's name; a file named `refused` is."""
+        self._native("check_adapter")
+        digest = f"{crc32(adapter.file.encode()):08x}"
+        if "refused" in adapter.file or adapter.digest not in ("", digest):
+            raise AdapterRefused(f"adapter {adapter.name}: the fake model refuses it")
+        return replace(adapter, digest=digest, size=len(adapter.file))
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self._native("load_adapter")
+        self.adapters[adapter.digest] = adapter.size
+
+    def unload_adapter(self, digest: str) -> None:
+        self._native("unload_adapter")
+        self.adapters.pop(digest, None)
+
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
         return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
+        assert split_key(batch.adapter).keys() <= self.adapters.keys(), "the set is not loaded"
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
         assert 0 < batch.token_count + len(batch.padding) <= self.limits.batch_tokens
         for seq_id in batch.padding:

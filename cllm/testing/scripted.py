@@ -14,7 +14,7 @@ import numpy as np
 
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
 from cllm.config import ClusterConfig, EngineConfig, ServerConfig
-from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
+from cllm.testing.fake_runner import END_TOKEN, TOKEN_BITS, TURN, FakeRunner, FakeVocabulary
 from cllm.types import Pooling, SamplingParams
 
 # Roles and tools as text; an answer, earlier or to come, follows on TURN. Calls are written as Hermes does.
@@ -46,7 +46,7 @@ def call_tool(name: str, arguments: Mapping[str, Any]) -> str:
 
 def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
     """The rest of the last script in a sequence's tokens; True where it fails after that."""
-    tokens = np.asarray(memory, np.uint16)
+    tokens = np.asarray(memory, np.uint16) & ((1 << TOKEN_BITS) - 1)
     turns = np.flatnonzero(tokens == TURN)
     plain = np.where(tokens < END_TOKEN, tokens, 0).astype(np.uint8).tobytes()
     begin = plain.rfind(BEGIN.encode(), 0, int(turns[-1]) if len(turns) else len(plain))

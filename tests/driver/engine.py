@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from cllm.adapters import Adapter, join_key, make_salt
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.prefix_cache import PrefixCache
+from cllm.core.kv_cache.prefix_index import CachedPrefix
 from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
@@ -26,6 +28,7 @@ from cllm.messages import (
     CacheDone,
     Cancel,
     ClearCache,
+    LoadAdapter,
     Report,
     StepReport,
     StepStats,
@@ -33,6 +36,7 @@ from cllm.messages import (
     UseSlot,
 )
 from cllm.testing import FakeRunner, expected_text, expected_vector
+from cllm.testing.fake_runner import TOKEN_BITS, mark
 from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
 from tests.driver.runner import CheckedRunner
 
@@ -158,17 +162,24 @@ class StepDriver:
     def add(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> str:
         """Submit a prompt with the next name: `r0`, `r1`, …; `fields` of the request or of its sampling."""
         sampling = {name: fields.pop(name) for name in ("seed", "ignore_eos") if name in fields}
+        adapter = {name: fields.pop(name) for name in ("adapter", "adapter_from") if name in fields}
         name = f"r{len(self.requests)}"
         self.submit(
             Request(
                 id=name,
-                prompt=Prompt(tuple(prompt)),
+                prompt=Prompt(tuple(prompt), **adapter),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(**sampling),
                 **fields,
             )
         )
         return name
+
+    def load_adapter(self, name: str, scale: float = 1.0) -> str:
+        """Load an adapter on the fake, and return the key of the set that is it alone."""
+        self.land()
+        self.core._handle(LoadAdapter(0, Adapter(name=name, file=f"{name}.gguf")))
+        return join_key([(self.runner.check_adapter(Adapter(name=name, file=f"{name}.gguf")).digest, scale)])
 
     def embed(self, *inputs: Sequence[int]) -> str:
         """Submit inputs to embed, with the next name."""
@@ -278,7 +289,9 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt.items, limit, request.sampling.seed or 0, ends=ends)
+        prompt = request.prompt
+        adapter: dict[str, Any] = {"adapter": prompt.adapter, "adapter_from": prompt.adapter_from}
+        return expected_text(prompt.items, limit, request.sampling.seed or 0, ends=ends, **adapter)
 
     # Checks -----------------------------------------------------------------------------------------
 
@@ -308,12 +321,27 @@ class StepDriver:
             if (lease := self.scheduler.pool.held.get(seq_id)) is not None:
                 request, answer = self.requests[lease.request_id], self.answers[lease.request_id]
                 known = [*request.prompt.items, *request.generated_prefix, *answer.tokens]
-                assert memory == known[: len(memory)]
+                begin, added = request.prompt.adapter_from, mark(request.prompt.adapter)
+                computed = [*known[:begin], *(token | added for token in known[begin:])]
+                assert memory == computed[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
                 content = self.prefix_cache.device.by_slot.get(seq_id)
-                assert memory == ([] if content is None else content.tokens.tolist())
+                assert memory == ([] if content is None else self._memory_of(content))
         for entry in self.host_cache.entries:
-            assert entry.state == np.array(entry.tokens, np.uint16).tobytes()
+            assert entry.state == np.array(self._memory_of(entry), np.uint16).tobytes()
+
+    def _memory_of(self, prefix: CachedPrefix) -> list[int]:
+        """What the fake's memory held: tokens, marked with the adapters that they were computed with."""
+        adapter = prefix.tenant.partition("\0")[2]
+        salts = {
+            make_salt(request.prompt.adapter): request.prompt.adapter for request in self.requests.values()
+        }
+
+        def unsalt(token: int) -> int:
+            found = [salt for salt in salts if 0 <= token ^ salt < 1 << TOKEN_BITS] if token >> 30 else []
+            return token ^ found[0] | mark(salts[found[0]]) if found else token | mark(adapter)
+
+        return [unsalt(token) for token in prefix.tokens]
 
     def check_idle(self) -> None:
         """Nothing is left, and every request has its terminal event."""

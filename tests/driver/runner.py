@@ -39,6 +39,7 @@ class CheckedRunner(ModelRunner):
     def __init__(self, inner: ModelRunner) -> None:
         self.inner = inner
         self.info, self.limits, self.vocabulary = inner.info, inner.limits, inner.vocabulary
+        self.adapters = inner.adapters
         self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
         self.batches: list[Batch] = []
         self.samplers: list[Sampler] = []
@@ -51,6 +52,9 @@ class CheckedRunner(ModelRunner):
     next_position, min_length, settle = map(forward, ("next_position", "min_length", "settle"))
     checkpoint, state_bytes = map(forward, ("checkpoint", "state_bytes"))
     open_embedding, reset_embedding = map(forward, ("open_embedding", "reset_embedding"))
+    check_adapter, load_adapter, unload_adapter = map(
+        forward, ("check_adapter", "load_adapter", "unload_adapter")
+    )
 
     def submit(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
@@ -113,6 +117,10 @@ class CheckedRunner(ModelRunner):
         restored = self.inner.restore(seq_id, state)
         self._follow(seq_id)
         return restored
+
+    @property
+    def switch_s(self) -> float:  # type: ignore[override]
+        return self.inner.switch_s
 
     @property
     def open_samplers(self) -> int:

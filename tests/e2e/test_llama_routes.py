@@ -30,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     keys.write_text("# ours\nother-key\n")
     words = (
         f"-m {tiny_model} -a tiny-one,other -c 2048 -t 1 -n 5 --temp 0 --seed 3 --slot-save-path {saves} "
-        f"--metrics --props --api-key-file {keys} --cors-origins localhost --lora none.gguf --jinja -fa on "
+        f"--metrics --props --api-key-file {keys} --cors-origins localhost --rpc none --jinja -fa on "
         "--host 127.0.0.1 -v -b 16 --tags small,fast"
     )
     with Server(folder / "log", *words.split(), program=LLAMA, CLLM_CACHE_DISK_MB="64") as server:
@@ -140,7 +140,7 @@ def test_the_command_line_says_what_a_request_leaves_out(llama: Server) -> None:
         ]
         == 5
     )
-    assert "ignored: --lora" in llama.log_text
+    assert "ignored: --rpc" in llama.log_text
 
 
 def test_a_model_without_a_template_speaks_chatml(llama: Server) -> None:

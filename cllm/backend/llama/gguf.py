@@ -55,6 +55,7 @@ class Tensor(NamedTuple):
     type_id: int
     offset: int  # from the beginning of the data
     size: int | None
+    shape: tuple[int, ...] = ()  # the fastest dimension first
 
     @property
     def weights(self) -> int:
@@ -211,7 +212,8 @@ def _read_tensor(cursor: _Cursor) -> Tensor:
     dimensions = cursor.scalar("I")
     if dimensions > 8:
         raise ValueError(f"a tensor with {dimensions} dimensions")
-    elements: int = math.prod(cursor.scalar("Q") for _ in range(dimensions))
+    shape = tuple(cursor.scalar("Q") for _ in range(dimensions))
+    elements = math.prod(shape)
     type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
     size: int | None = None
     if type_id in GGML_QUANT_SIZES:
@@ -219,7 +221,7 @@ def _read_tensor(cursor: _Cursor) -> Tensor:
         size = elements // int(block) * int(block_bytes)
     elif type_id > MAX_TYPE:
         raise ValueError(f"a tensor of type {type_id}")
-    return Tensor(name, type_id, offset, size)
+    return Tensor(name, type_id, offset, size, shape)
 
 
 class _Cursor:

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
+from cllm.adapters import Adapter, join_key
 from cllm.backend.base import (
     RECORDED_AFTER,
     Batch,
@@ -23,6 +25,7 @@ from cllm.backend.base import (
     count_ubatches,
 )
 from cllm.backend.llama import fingerprint
+from cllm.backend.llama.adapter import LlamaAdapters
 from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
 from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
@@ -39,6 +42,7 @@ from cllm.types import SamplingParams
 MAX_SAMPLER_THREADS = 12
 MEASURED_DRAFT = 8  # tokens
 MEASURED_ROUNDS = 3
+MEASURED_SWITCHES = 2  # to each of two sets: streams may wait meanwhile
 MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
 REMEMBERED_STEPS = 8
 
@@ -69,6 +73,9 @@ class LlamaRunner(LlamaContext, ModelRunner):
             self._model = self._open.enter_context(model)
             super().__init__(self._library, model, config, frees)
             self._open.callback(super().close)
+            self._adapters = LlamaAdapters(self, model, Path(config.model))
+            self._open.callback(self._adapters.close)
+            self.adapters = self._adapters.sizes
             self._open.callback(frees.free_all)
             self._load(progress)
         except BaseException:
@@ -153,13 +160,31 @@ class LlamaRunner(LlamaContext, ModelRunner):
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
         return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)
 
-    def _decode_s(self, tokens: int) -> float:
+    def _measure_switch(self, key: str) -> float:
+        """Seconds that a change of the set of adapters costs the steps after it; 0 if no slot is empty.
+
+        llama.cpp then plans its largest graphs anew, and a GPU has no recording of the steps.
+        """
+        empty = next((slot for slot in range(self.limits.sequences) if not self.next_position(slot)), None)
+        if empty is None or not self.info.generates:
+            return 0.0
+        used, steps = self._adapters.key, 1 + (RECORDED_AFTER if self.asynchronous else 0)
+        shortest = {True: math.inf, False: math.inf}
+        for each in (key, "") * MEASURED_SWITCHES:
+            self._adapters.use(each)
+            for switched in shortest:
+                seconds = [self._decode_s(1, empty) for _ in range(steps)]
+                shortest[switched] = min(shortest[switched], sum(seconds) if all(seconds) else math.inf)
+        self._adapters.use(used)
+        return max(0.0, shortest[True] - shortest[False]) if shortest[True] < math.inf else 0.0
+
+    def _decode_s(self, tokens: int, seq_id: int = 0) -> float:
         """Seconds to compute `tokens` tokens of an empty sequence, each with output; 0 if that fails."""
         started = time.perf_counter()
-        code = self.decode((Row(0, 0, (0,) * tokens, tokens, None),))
+        code = self.decode((Row(seq_id, 0, (0,) * tokens, tokens, None),))
         self.api.llama_synchronize(self.pointer)
         seconds = time.perf_counter() - started
-        self.remove(0)
+        self.remove(seq_id)
         return 0.0 if code else seconds
 
     def submit(self, batch: Batch) -> None:
@@ -173,6 +198,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
         if batch.padding:
             padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
+        if batch.adapter != self._adapters.key:
+            self._adapters.use(batch.adapter)
         self._code = self.decode(self._rows)
 
     def _wait(self) -> None:
@@ -242,6 +269,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             "kv": self._sizes.kv,
             "buffers": self._sizes.compute,
             "draft_model": self._drafts.memory_bytes if self._drafts is not None else 0,
+            "adapters": sum(self.adapters.values()),
         }
 
     def state_fingerprint(self) -> str:
@@ -256,6 +284,16 @@ class LlamaRunner(LlamaContext, ModelRunner):
     def reset_embedding(self) -> None:
         if self._embedding is not None:
             self._embedding.reset()
+
+    def check_adapter(self, adapter: Adapter) -> Adapter:
+        return self._adapters.check(adapter)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self._adapters.load(adapter)
+        self.switch_s = self.switch_s or self._measure_switch(join_key([(adapter.digest, 1.0)]))
+
+    def unload_adapter(self, digest: str) -> None:
+        self._adapters.unload(digest)
 
     def create_drafter(self, tenant: str | None) -> Drafter | None:
         return ModelDrafter(self._drafts, tenant) if self._drafts is not None else None

@@ -61,7 +61,7 @@ class DiskLoader:
             return
         found = (
             match
-            for match in disk.matches(tenant, sequence.tokens[:-1], known + 1)
+            for match in disk.matches(tenant, sequence.keyed[:-1], known + 1)
             if len(match.value.tokens) <= max_tokens and self._fits(match.value.size)
         )
         best = max(found, key=self._gain_s, default=None)

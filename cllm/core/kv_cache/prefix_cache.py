@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 from cllm.core.kv_cache.disk_cache import DiskKVCache
@@ -113,12 +114,12 @@ class PrefixCache:
         return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        opening = sequence.tokens[:MIN_PREFIX_TOKENS]
+        opening = sequence.keyed[:MIN_PREFIX_TOKENS]
         tenant = self._key(sequence)
         matches = (
             self._match_source(sequence, other)
             for other in running
-            if other.tokens[:MIN_PREFIX_TOKENS] == opening
+            if other.keyed[:MIN_PREFIX_TOKENS] == opening
             and other.request.reuse
             and self._key(other) == tenant
         )
@@ -148,7 +149,7 @@ class PrefixCache:
         room = self.layout.room(running)  # a state comes whole, even where only its prefix is wanted
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
-            for match in self._known(sequence, sequence.tokens[:-1])
+            for match in self._known(sequence, sequence.keyed[:-1])
             if (cut := match.value.longest_cut(floor(match.length))).length >= MIN_PREFIX_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
@@ -158,7 +159,7 @@ class PrefixCache:
             return None
         return best
 
-    def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
+    def _known(self, sequence: Sequence, tokens: Tokens[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
         tenant = self._key(sequence)
         slots = self.device.matches(tenant, tokens, MIN_PREFIX_TOKENS)
@@ -191,7 +192,9 @@ class PrefixCache:
             needed = len(sequence.tokens) + 1
             needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
             self.slots.make_room(needed, running.values(), content)
-        return self.slots.choose(sequence, running, content, length)
+        # Ids of one set of adapters are computed together: those of others make no gap smaller.
+        beside = {slot: each for slot, each in running.items() if each.adapter == sequence.adapter}
+        return self.slots.choose(sequence, beside, content, length, others=bool(running))
 
     def order(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Sequences that start together, shortest first: so those of equal length get neighbouring slots.
@@ -200,7 +203,7 @@ class PrefixCache:
         """
         groups: dict[tuple[str, *tuple[int, ...]], list[Sequence]] = {}
         for sequence in waiting:
-            groups.setdefault((self._key(sequence), *sequence.tokens[:TILE]), []).append(sequence)
+            groups.setdefault((self._key(sequence), *sequence.keyed[:TILE]), []).append(sequence)
         ordered = sorted(groups.values(), key=lambda group: len(group[0].tokens))
         return [sequence for group in ordered for sequence in group]
 
@@ -344,7 +347,7 @@ class PrefixCache:
 
     def _content_of(self, sequence: Sequence) -> SlotContent:
         min_length = 0 if self._cuttable else self._runner.min_length(sequence.seq_id)
-        tokens = sequence.tokens[: sequence.num_computed]
+        tokens = sequence.keyed[: sequence.num_computed]
         held = (tuple(sequence.checkpoints), min_length, sequence.position)
         return SlotContent(sequence.seq_id, self._key(sequence), tokens, sequence.segments, *held)
 

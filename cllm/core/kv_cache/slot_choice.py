@@ -30,12 +30,15 @@ class SlotChoice:
         running: Mapping[int, Sequence],
         content: SlotContent | None = None,
         length: int = 0,
+        *,
+        others: bool = False,
     ) -> int | None:
         """The cheapest free slot, emptied; that of `content`, which holds the first `length` tokens, is cut.
 
-        None if the last free ones could not be cleared.
+        `running` are in its steps, and `others` wait for what is copied. None if the last free ones could not
+        be cleared.
         """
-        steps, others = self._steps_left(sequence), bool(running)
+        steps, others = self._steps_left(sequence), others or bool(running)
 
         def price(slot: int) -> tuple[float, bool, int, int, int]:
             held = self._device.by_slot.get(slot)

@@ -352,6 +352,17 @@ def make_piece(token: int, piece: bytes) -> LlamaPiece:
         return LlamaPiece(token, list(piece))
 
 
+class LlamaAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter of `/lora-adapters`. `scale` is that of requests that name none."""
+
+    id: int
+    path: str  # the name of its file
+    scale: float
+    name: str = ""  # requests for MODEL:NAME use it
+    task_name: str = ""
+    prompt_prefix: str = ""
+
+
 class LlamaTokens(msgspec.Struct, frozen=True):
     tokens: Sequence[int | LlamaPiece]
 

@@ -8,6 +8,7 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
@@ -32,6 +33,8 @@ from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
+from cllm.server.generation import AdapterScalesBody
+from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.server.turns import run_in_turn
@@ -450,10 +453,25 @@ async def change_props(http: HttpRequest) -> dict[str, bool]:
     return {"success": True}
 
 
-@llama_server.get("/lora-adapters", shown=False)
-async def lora_adapters() -> list[Any]:
-    """List no LoRA adapters: there are none."""
-    return []
+@llama_server.get("/lora-adapters", [shapes.LlamaAdapter(0, "sql-lora-f16.gguf", 1.0)])
+async def lora_adapters(http: HttpRequest) -> list[shapes.LlamaAdapter]:
+    """List the LoRA adapters by id, with their scales for requests that name none."""
+    if (engine := submit.find_model(http).engine) is None:
+        return []
+    scales = engine.adapters.scales
+    return [
+        shapes.LlamaAdapter(number, Path(each.file).name, scales.get(each.name, 0.0), each.name)
+        for number, each in enumerate(engine.adapters.loaded)
+    ]
+
+
+@llama_server.post("/lora-adapters", shown=False)
+async def scale_adapters(body: AdapterScalesBody, http: HttpRequest) -> dict[str, bool]:
+    """Set the scales of LoRA adapters for requests that name none; those left out are off."""
+    check_operator(http.scope, "changing the adapters of all requests")
+    adapters = (await submit.use_engine(http)).adapters
+    adapters.scales = adapters.choose_by_id({each.id: each.scale for each in body.scales})
+    return {"success": True}
 
 
 @llama_server.get("/slots", [shapes.LlamaSlot(id=0, n_ctx=4096, is_processing=True)])

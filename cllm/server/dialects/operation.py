@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,11 +14,12 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from cllm.adapters import Adapter, AdapterName, AdapterScale
 from cllm.errors import EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.served_model import ModelState, ModelStatus
-from cllm.server.body import Body, about
+from cllm.frontend.served_model import ModelState, ModelStatus, ServedModel
+from cllm.server.body import Body, ModelName, about
 from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
 from cllm.server.job_store import JobDatabase, JobStore
@@ -59,6 +61,35 @@ class ModelNameBody(msgspec.Struct, Body, kw_only=True):
     model: Annotated[
         str, about("Name or alias of a served model", "SmolLM2-135M-Instruct", min_length=1, max_length=256)
     ]
+
+
+class AdapterBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /admin/adapters`."""
+
+    EXAMPLE = {"name": "sql", "file": "sql-lora-f16.gguf"}
+
+    model: ModelName = None
+    name: Annotated[AdapterName, about("Requests for MODEL:NAME use it", "sql")]
+    file: Annotated[
+        str, about("GGUF file in --model-dir", "sql-lora-f16.gguf", min_length=1, max_length=1024)
+    ]
+    scale: Annotated[AdapterScale, about("Factor of what it adds to the weights' products")] = 1.0
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded LoRA adapter. `digest` is of its file."""
+
+    name: str
+    model: str
+    file: str
+    scale: float
+    size_bytes: int
+    digest: str
+    activated: bool  # an aLoRA: the model itself computes what stands before its invocation tokens
+
+
+class AdaptersResponse(msgspec.Struct, frozen=True):
+    adapters: list[AdapterStatus]
 
 
 class ModelsResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +251,30 @@ _BUSY = (
     "SmolLM2-135M-Instruct has 3 requests; try again when they have ended",
     "Requests need the model",
 )
+_ADAPTER = AdapterStatus(
+    name="sql",
+    model="SmolLM2-135M-Instruct",
+    file="sql-lora-f16.gguf",
+    scale=1.0,
+    size_bytes=3686400,
+    digest="9f86d081884c7d659a2feaa0",
+    activated=False,
+)
+_ADAPTER_TAKEN = (
+    "adapter_busy",
+    "there is an adapter sql: unload it first, or choose another name",
+    "The name is taken",
+)
+_ADAPTER_BUSY = (
+    "adapter_busy",
+    "adapter sql has 3 requests; try again when they have ended",
+    "Requests need the adapter",
+)
+_NO_ADAPTER = (
+    "model_not_found",
+    "no adapter 'sql' is loaded here; those that are: none",
+    "No adapter has this name",
+)
 _DOES_NOT_FIT = (
     "model_does_not_fit",
     "Qwen3-30B-A3B does not fit (host: needs 33012 MiB, limit 15360 MiB); give it less context, or raise "
@@ -350,6 +405,44 @@ async def unload_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Unload a model that no request needs; its prefixes are saved."""
     await get_registry(http).unload(find_model(http, body.model))
     return _describe(http, body.model)
+
+
+@operation.get("/admin/adapters", AdaptersResponse([_ADAPTER]))
+async def list_adapters(http: HttpRequest) -> AdaptersResponse:
+    """List the LoRA adapters of all models."""
+    served = [model for model in get_registry(http).served if model.engine is not None]
+    return AdaptersResponse(
+        [_describe_adapter(model, each) for model in served for each in model.engine.adapters.loaded]  # type: ignore[union-attr]
+    )
+
+
+@operation.post("/admin/adapters", _ADAPTER, errors={409: _ADAPTER_TAKEN})
+async def load_adapter(body: AdapterBody, http: HttpRequest) -> AdapterStatus:
+    """Load a LoRA adapter; streams go on meanwhile. A file that does not suit the model is refused."""
+    await use_engine(http, body.model)
+    model = find_model(http, body.model)
+    loading = asyncio.ensure_future(model.load_adapter(body.name, body.file, body.scale))
+    return _describe_adapter(model, await asyncio.shield(loading))  # to its end, if the client leaves
+
+
+@operation.delete("/admin/adapters/{name}", _ADAPTER, errors={404: _NO_ADAPTER, 409: _ADAPTER_BUSY})
+async def unload_adapter(name: str, http: HttpRequest) -> AdapterStatus:
+    """Unload a LoRA adapter that no request needs; of several models, that of `?model=`."""
+    engine = await use_engine(http)
+    unloading = asyncio.ensure_future(engine.adapters.unload(name))
+    return _describe_adapter(find_model(http), await asyncio.shield(unloading))
+
+
+def _describe_adapter(model: ServedModel, adapter: Adapter) -> AdapterStatus:
+    return AdapterStatus(
+        name=adapter.name,
+        model=model.name if model.info is None else model.info.name,
+        file=Path(adapter.file).name,
+        scale=adapter.scale,
+        size_bytes=adapter.size,
+        digest=adapter.digest,
+        activated=bool(adapter.invocation),
+    )
 
 
 def _describe(http: HttpRequest, name: str) -> ModelStatus:

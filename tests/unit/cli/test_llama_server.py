@@ -124,6 +124,7 @@ def test_every_argument_that_has_a_meaning_is_tested() -> None:
     tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
     actions = {FLAGS[word].action for word in tested if word in FLAGS}
     elsewhere = {"!key_file", "!save_path", "&grammar_file", "&schema_file", "+ctx_size"}
+    elsewhere |= {"!lora", "!lora_scaled", "@lora_off=on"}
     assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
 
 
@@ -188,12 +189,19 @@ def test_an_empty_key_leaves_that_of_the_environment_in_force(served: list[Confi
     assert config.server.api_key == "secret"
 
 
+def test_adapters_are_applied_unless_told_otherwise(served: list[Config]) -> None:
+    config, _ = run(served, "--lora a/x.gguf,y.gguf --lora-scaled z.gguf:0.5")
+    assert config.engine.adapter == ("x=a/x.gguf:1.0", "y=y.gguf:1.0", "z=z.gguf:0.5")
+    assert config.engine.apply_adapters
+    assert not run(served, "--lora x.gguf --lora-init-without-apply")[0].engine.apply_adapters
+
+
 def test_what_has_no_counterpart_is_named_once_and_its_value_skipped(served: list[Config]) -> None:
-    words = "--lora a --port 99 --control-vector-layer-range 1 2 --mlock --numa x"
+    words = "--rpc a --port 99 --control-vector-layer-range 1 2 --mlock --numa x"
     config, said = run(served, words)
     assert config.server.port == 99
     (line,) = said.splitlines()
-    for name in ("--lora", "--control-vector-layer-range", "--mlock", "--numa"):
+    for name in ("--rpc", "--control-vector-layer-range", "--mlock", "--numa"):
         assert name in line
     assert run(served, "--cont-batching --no-warmup")[1] == ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -86,6 +87,9 @@ class FakeLoader:
     def is_current(self, prepared: PreparedModel) -> bool:
         return True
 
+    def find_file(self, name: str) -> Path:
+        raise AssertionError("no adapter is loaded here")
+
     def make(self, prepared: PreparedModel) -> EngineClient:
         name = prepared.config.alias
 
@@ -151,6 +155,23 @@ def test_a_name_an_alias_or_a_unique_beginning_finds_a_model() -> None:
         registry.find("wasp")
     with pytest.raises(ModelNotFound, match=r"'bee' names several models; choose one of: Bee-7B, beetle"):
         registry.find("bee")
+
+
+def test_an_adapter_follows_the_name_of_its_model() -> None:
+    engine = EngineConfig(adapter=("sql=x.gguf", "8b=y.gguf"))
+    configs = {
+        "ant": ModelConfig(name="ant", engine=engine),
+        "bee": ModelConfig(name="bee", engine=engine, names=("bee:8b",)),
+    }
+    registry = make_registry(FakeLoader(), "ant bee", configs=configs)
+    ant, bee = registry.served
+    assert registry.find_adapter("ant:sql") == (ant, "sql") and registry.find("ant:sql") is ant
+    assert registry.find_adapter("ant:8b") == (ant, "8b") and registry.find_adapter("bee:8b") == (bee, "")
+    assert registry.find_adapter("ant:latest") == (ant, "") and registry.find_adapter(None) == (ant, "")
+    with pytest.raises(ModelNotFound, match="ant has no adapter 'other'; choose one of: ant:sql, ant:8b"):
+        registry.find("ant:other")
+    with pytest.raises(ModelNotFound, match="'wasp:sql' is not served here"):
+        registry.find("wasp:sql")
 
 
 def test_one_model_serves_every_plain_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ class GatedLoader:
 
     def is_current(self, prepared: PreparedModel) -> bool:
         return True
+
+    def find_file(self, name: str) -> Path:
+        raise AssertionError("no adapter is loaded here")
 
     def make(self, prepared: PreparedModel) -> EngineClient:
         executor = ThreadExecutor(lambda _: FakeRunner(chat_template=CHAT_TEMPLATE), prepared.config)

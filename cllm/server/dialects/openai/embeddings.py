@@ -301,6 +301,9 @@ async def embed(
     engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
 ) -> tuple[Sequence[bytes], EmbeddingUsage]:
     """The embeddings of inputs in their order."""
+    if name := http.scope["state"].get("adapter"):
+        message = f"model: embeddings are computed without adapters: leave out ':{name}'"
+        raise InvalidRequest(message, "model")
     tenant, priority = http.scope["state"]["tenant"].name, http.scope["state"].get("priority", 0)
     request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant, priority=priority)
     ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)

@@ -40,6 +40,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "cllm"
     root: str
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its model
     max_model_len: int
     context_length: int
     capabilities: list[str]
@@ -155,7 +156,14 @@ async def models(http: HttpRequest) -> ModelList:
     served = get_registry(http).served
     infos = [model.info for model in served if model.info is not None]
     entries = [ModelEntry(name=info.name, model=info.name, details=make_details(info)) for info in infos]
-    return ModelList(data=[describe_model(model) for model in served], models=entries)
+    return ModelList(data=[each for model in served for each in _describe_all(model)], models=entries)
+
+
+def _describe_all(model: ServedModel) -> Iterator[Model]:
+    """A model, and one for each of its adapters."""
+    yield (base := describe_model(model))
+    for name in model.adapters:
+        yield msgspec.structs.replace(base, id=f"{base.id}:{name}", aliases=(), parent=base.id)
 
 
 @openai.get("/v1/models/{name:path}", LISTED_MODEL)

@@ -1,0 +1,139 @@
+"""The LoRA adapters of an engine by name: loaded, unloaded, and chosen for requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from cllm.adapters import Adapter, find_invocation, join_key, parse_adapter, split_key
+from cllm.errors import AdapterBusy, AdapterRefused, InvalidRequest, ModelNotFound
+from cllm.messages import Command, LoadAdapter, UnloadAdapter
+from cllm.types import Prompt, Request
+
+
+def _load(adapter: Adapter, call_id: int) -> LoadAdapter:
+    return LoadAdapter(call_id, adapter)
+
+
+log = logging.getLogger(__name__)
+Call = Callable[[Callable[[int], Command]], "Future[Any]"]
+
+
+class EngineAdapters:
+    """Names are of the clients, digests of the engine. A new engine gets the adapters of the last one.
+
+    The id of an adapter, as llama-server counts, is its place in `loaded`.
+    """
+
+    def __init__(self, call: Call, prompts: Callable[[], Iterable[Prompt]]) -> None:
+        """`call` sends a command to the engine; `prompts` are those of its requests."""
+        self._call, self._prompts = call, prompts
+        self._by_name: dict[str, Adapter] = {}  # without a digest while it is loaded
+        self.scales: dict[str, float] = {}  # by name, for requests that name no adapter
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        return tuple(adapter for adapter in self._by_name.values() if adapter.digest)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum({adapter.digest: adapter.size for adapter in self.loaded}.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name and bool(self._by_name[name].digest)
+
+    def get(self, name: str) -> Adapter:
+        """The loaded adapter of a name. Raises ModelNotFound."""
+        if name not in self:
+            listed = ", ".join(adapter.name for adapter in self.loaded) or "none"
+            raise ModelNotFound(f"no adapter {name[:64]!r} is loaded here; those that are: {listed}")
+        return self._by_name[name]
+
+    async def load(self, adapter: Adapter) -> Adapter:
+        """Load an adapter under its name. Raises AdapterRefused; AdapterBusy where the name is taken."""
+        name = adapter.name
+        if name in self._by_name:
+            raise AdapterBusy(f"there is an adapter {name}: unload it first, or choose another name")
+        self._by_name[name] = replace(adapter, digest="")
+        try:
+            loaded: Adapter = await asyncio.wrap_future(self._call(partial(_load, adapter)))
+        except BaseException:
+            del self._by_name[name]
+            raise
+        self._by_name[name] = loaded
+        return loaded
+
+    async def load_all(self, settings: Iterable[str], *, apply: bool = False) -> None:
+        """Load what the configuration names; with `apply` for requests that name none, too."""
+        for text in settings:
+            adapter = await self.load(parse_adapter(text))
+            if apply:
+                self.scales[adapter.name] = adapter.scale
+
+    async def unload(self, name: str) -> Adapter:
+        """Free an adapter. Raises AdapterBusy while requests need it, ModelNotFound."""
+        adapter = self.get(name)
+        if used := sum(adapter.digest in split_key(prompt.adapter) for prompt in self._prompts()):
+            raise AdapterBusy(f"adapter {name} has {used} requests; try again when they have ended")
+        del self._by_name[name]
+        self.scales.pop(name, None)
+        if all(other.digest != adapter.digest for other in self._by_name.values()):
+            await asyncio.wrap_future(self._call(lambda each: UnloadAdapter(each, adapter)))
+        return adapter
+
+    def take_over(self, other: EngineAdapters) -> None:
+        """Have what another engine has; `restore` loads it."""
+        self._by_name = {adapter.name: adapter for adapter in other.loaded}
+        self.scales = dict(other.scales)
+
+    def restore(self) -> None:
+        """Load all of them into a new engine, before any request; one whose file has changed is gone."""
+        for adapter in self.loaded:
+            self._call(partial(_load, adapter)).add_done_callback(partial(self._lose, adapter.name))
+
+    def _lose(self, name: str, done: Future[Any]) -> None:
+        if not done.cancelled() and isinstance(error := done.exception(), AdapterRefused):
+            log.error("it is not loaded any more: %s", error)
+            del self._by_name[name]
+            self.scales.pop(name, None)
+
+    # Requests ----------------------------------------------------------------------------------------
+
+    def choose(self, scales: Mapping[str, float] | None = None) -> str:
+        """Key of the set with these scales by name, or of that which is set for all. Raises ModelNotFound."""
+        chosen = self.scales if scales is None else scales
+        return join_key({self.get(name).digest: scale for name, scale in chosen.items()}.items())
+
+    def choose_by_id(self, scales: Mapping[int, float]) -> dict[str, float]:
+        """Scales by name, of those by id. Raises InvalidRequest."""
+        loaded = self.loaded
+        if unknown := [number for number in scales if not 0 <= number < len(loaded)]:
+            message = f"lora: there is no adapter {unknown[0]}: GET /lora-adapters lists them"
+            raise InvalidRequest(message, "lora")
+        return {loaded[number].name: scale for number, scale in scales.items()}
+
+    def apply(self, request: Request) -> Request:
+        """Compute its prompt with the adapters that it names: with an aLoRA from the invocation on.
+
+        Without an invocation the base computes all of it. Raises AdapterRefused, InvalidRequest.
+        """
+        if not (digests := split_key(request.adapter).keys()):
+            return request
+        known = {adapter.digest: adapter for adapter in self.loaded}
+        if not digests <= known.keys():
+            raise AdapterRefused("the adapter of this request is not loaded any more")
+        begin: int | None = 0
+        if any(known[digest].invocation for digest in digests):
+            if len(digests) > 1:
+                raise InvalidRequest("lora: an aLoRA is used alone, without other adapters", "lora")
+            begin = find_invocation(request.prompt.items, known[next(iter(digests))].invocation)
+        if begin is None:
+            return request
+        return replace(request, prompt=replace(request.prompt, adapter=request.adapter, adapter_from=begin))

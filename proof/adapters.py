@@ -1,0 +1,186 @@
+"""Each answer of a LoRA adapter under mixed load is the one alone.
+
+A tiny F32 model with three random adapters and an aLoRA; each prompt is asked of the base or of one of them.
+All are first asked alone, with the cache off. Then all are asked many at once, in too few cells, with RAM and
+disk behind them, while the engine is killed again and again; and once more after a restart, from disk.
+
+Where the tokens part, the two likeliest of that step must be as good as even when computed alone. It fails
+where nothing was preempted, no engine was killed, or RAM or disk was not used: then it proves nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.command import conclude, run_command
+from bench.report import Table
+from bench.wire import Address
+from bench.workloads.text import prose
+from proof.command import make_parser
+from proof.shared.answers import TIE, Answer, Client, Verdict, compare
+from tests.driver.server import Server
+from tests.tiny_models import make_adapter, make_dense
+
+EXACT = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32")
+NAMES = ("red", "green", "blue")
+INVOCATION = (60, 60, 62)  # "<<>"
+OUTPUT_TOKENS = 24
+SYSTEMS, SYSTEM_WORDS, MESSAGE_WORDS = 6, (30, 90), (4, 20)
+CELLS = 1024  # of one request, and of all together where they are crowded
+KILLS = 6
+SETTLE_S = 3.0  # idle, before a restart: states are written behind
+FAILURES = "the engine died|ended by signal|crash"  # that a kill leaves in the log
+
+
+class Ask(NamedTuple):
+    """A prompt, and the name of what computes it."""
+
+    model: str
+    prompt: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """All of them asked once."""
+
+    name: str
+    answers: list[Answer]
+    verdict: Verdict
+    kills: int
+    preemptions: int
+
+    @property
+    def cached_from(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for answer in self.answers:
+            found[answer.cached_from.partition("+")[0]] += answer.cached_tokens
+        return +found
+
+
+def make_asks(client: Client, count: int) -> list[Ask]:
+    """Prompts that begin alike, each for the base or an adapter."""
+    systems = []
+    for number in range(SYSTEMS):
+        words = random.Random(f"system {number}").randint(*SYSTEM_WORDS)
+        systems.append(client.tokenize(prose(f"system {number}", words)))
+    asks = []
+    for number in range(count):
+        draw = random.Random(f"ask {number}")
+        model = draw.choice(("base", *(f"base:{name}" for name in (*NAMES, "alora"))))
+        message = client.tokenize(prose(f"message {draw.randrange(count)}", draw.randint(*MESSAGE_WORDS)))
+        opening = INVOCATION if model.endswith("alora") and draw.random() < 0.8 else ()
+        asks.append(Ask(model, (*draw.choice(systems), *opening, *message)))
+    return asks
+
+
+class Killer:
+    """Kills the engine each time that `every` more answers have come; never with 0."""
+
+    def __init__(self, server: Server, every: int) -> None:
+        self._server, self._every = server, every
+        self._lock = threading.Lock()
+        self._answers = 0
+        self.kills = 0
+
+    def count(self) -> None:
+        with self._lock:
+            self._answers += 1
+            if self._every and self._answers % self._every == 0:
+                self._server.kill_worker("engine")
+                self.kills += 1
+
+
+def ask_all(
+    server: Server, asks: Sequence[Ask], alone: Sequence[Answer], name: str, at_once: int, kills: bool
+) -> Pass:
+    client = Client(Address("127.0.0.1", server.port))
+
+    killer = Killer(server, len(asks) // (KILLS + 1) if kills else 0)
+
+    def ask(one: Ask) -> Answer:
+        answer = client.complete(one.prompt, OUTPUT_TOKENS, model=one.model)
+        killer.count()
+        return answer
+
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(ask, asks))
+    preemptions = int(server.metrics()["cllm_preemptions_total"])
+    return Pass(name, answers, compare(alone, answers, TIE), killer.kills, preemptions)
+
+
+def run_adapters(count: int = 500, at_once: int = 16, out: Path | None = None) -> int:
+    """Ask alone, crowded and after a restart; print a table; 0 if the rule holds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_dense(folder / "base.gguf")
+        adapters = [make_adapter(folder / f"{each}.gguf", seed=at) for at, each in enumerate(NAMES)]
+        adapters.append(make_adapter(folder / "alora.gguf", seed=9, invocation=INVOCATION))
+        flags = [word for path in adapters for word in ("--adapter", f"{path.stem}={path}")]
+        tight = ("--unified-kv", "--ctx-size", str(CELLS), "--max-request-tokens", str(CELLS))
+        disk = ("--cache-disk-mb", "256", "--cache-dir", str(folder / "cache"), "--cache-ram-mb", "64")
+        common = (str(model), *EXACT, *flags, "--parallel", str(at_once))
+        with Server(folder / "alone.log", *common, "--ctx-size", str(CELLS * at_once)) as server:
+            client = Client(Address("127.0.0.1", server.port))
+            asks = make_asks(client, count)
+            off = {"cache_prompt": False, "speculate": False}
+            alone = [client.complete(each.prompt, OUTPUT_TOKENS, model=each.model, **off) for each in asks]
+        with Server(folder / "crowded.log", *common, *tight, *disk) as server:
+            server.expect_failure(FAILURES)
+            passes = [ask_all(server, asks, alone, f"{at_once} at once, with kills", at_once, True)]
+            passes.append(ask_all(server, asks, alone, f"{at_once} at once", at_once, False))
+            time.sleep(SETTLE_S)
+        with Server(folder / "restarted.log", *common, *tight, *disk) as server:
+            passes.append(ask_all(server, asks, alone, "after a restart", at_once, False))
+    faults = find_faults(alone, passes)
+    text = "\n".join([_table(len(asks), passes).markdown(), "", *(faults or ["pass"])])
+    data = {each.name: {**each.verdict._asdict(), "cached_from": each.cached_from} for each in passes}
+    return conclude("adapters", text, data, out, failed=bool(faults))
+
+
+def find_faults(alone: Sequence[Answer], passes: Sequence[Pass]) -> list[str]:
+    """What must not be: a difference that is no tie, or a mechanism that took no part."""
+    faults = [f"FAIL: {one.name}: {fault}" for one in passes for fault in one.verdict.faults[:10]]
+    tiers = {tier for one in passes for tier in one.cached_from}
+    missing = {"device", "ram", "disk"} - tiers
+    faults += [f"FAIL: nothing came from {tier}: this proves nothing" for tier in sorted(missing)]
+    if not sum(one.kills for one in passes):
+        faults.append("FAIL: no engine was killed: ask more")
+    if not sum(one.preemptions for one in passes):
+        faults.append("FAIL: nothing was preempted: ask more at once")
+    if any(answer.cached_tokens for answer in alone):
+        faults.append("FAIL: something was cached though the cache was off")
+    return faults
+
+
+def _table(count: int, passes: Sequence[Pass]) -> Table:
+    def sources(one: Pass) -> str:
+        return ", ".join(f"{name} {tokens}" for name, tokens in sorted(one.cached_from.items())) or "–"
+
+    rows = [
+        ("the same token for token", *(f"{each.verdict.same} of {count}" for each in passes)),
+        ("parted at a tie", *(f"{each.verdict.parted}" for each in passes)),
+        ("parted elsewhere", *(f"{len(each.verdict.faults)}" for each in passes)),
+        ("tokens compared", *(f"{each.verdict.compared}" for each in passes)),
+        ("prompt tokens cached from", *map(sources, passes)),
+        ("engines killed", *(f"{each.kills}" for each in passes)),
+        ("preempted, in all", *(f"{each.preemptions}" for each in passes)),
+    ]
+    return Table((f"{count} requests, base and four adapters", *(each.name for each in passes)), rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser(
+        __name__,
+        __doc__,
+        "--out",
+        count=(500, "how many requests"),
+        at_once=(16, "how many at once, and slots"),
+    )
+    return run_command(parser, arguments, run_adapters)
