@@ -26,7 +26,7 @@ from cllm.config import ServerConfig
 from cllm.errors import CllmError, PoisonRequest
 from cllm.frontend.async_calls import CALLER, Caller
 from cllm.frontend.engine_registry import EngineRegistry, ModelLease
-from cllm.server.batches import Batch, FileObject, make_answer, make_refusal, read_request
+from cllm.server.batches import BatchObject, FileObject, make_answer, make_refusal, read_request
 from cllm.server.dialect import Route
 from cllm.server.generation import BATCH_PRIORITY
 from cllm.server.job_store import DONE, FAILED, BatchLine, JobDatabase, JobStore, LineCounts, StoredObject
@@ -43,7 +43,7 @@ MAX_ATTEMPTS = 3  # at a line that fails by the server's fault
 FETCHED = 64  # lines that are read at a time
 SURPLUS = 2  # lines beyond the slots: a freed slot has a successor at once
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
-_decode = msgspec.json.Decoder(Batch).decode
+_decode = msgspec.json.Decoder(BatchObject).decode
 
 
 class Retry(Exception):
@@ -62,7 +62,7 @@ class BatchWork:
         self.attempts: Counter[int] = Counter()  # of lines that failed, by number
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> BatchObject:
         return _decode(self.stored.record)
 
     async def next_line(self, store: JobStore) -> BatchLine | None:
@@ -205,7 +205,7 @@ class BatchRunner:
         state = DONE if status == 200 else FAILED
         await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state)
 
-    def _read(self, batch: Batch, line: BatchLine) -> Any:
+    def _read(self, batch: BatchObject, line: BatchLine) -> Any:
         with self._store.get_path(batch.input_file_id).open("rb") as file:
             file.seek(line.begin)
             return read_request(file.read(line.size))

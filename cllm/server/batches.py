@@ -49,7 +49,7 @@ class LineErrors(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class BatchObject(msgspec.Struct, kw_only=True):
     """A batch as clients see it. Times are seconds since 1970."""
 
     id: str

@@ -13,7 +13,7 @@ import pytest
 from cllm.config import ServerConfig
 from cllm.server import batches
 from cllm.server.batch_runner import SURPLUS, BatchRunner, BatchWork
-from cllm.server.batches import Batch, make_opening, read_lines
+from cllm.server.batches import BatchObject, make_opening, read_lines
 from cllm.server.job_store import BatchLine, JobDatabase, JobStore, StoredObject
 from cllm.server.keys import KeyRing
 
@@ -71,7 +71,7 @@ def test_lines_leave_the_slots_to_live_requests(beside: int, tmp_path: Path) -> 
     async def check() -> None:
         store, now = JobStore(tmp_path, 1 << 20), time.time()
         record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "", "completion_window": "1h"}
-        batch = Batch(id="b", status="in_progress", created_at=0, expires_at=int(now) + 3600, **record)
+        batch = BatchObject(id="b", status="in_progress", created_at=0, expires_at=int(now) + 3600, **record)
         stored = StoredObject("b", "", now, active=True, record=batches._encode(batch))
         lines = [BatchLine(number, 0, 1) for number in range(20)]
         await store.run(JobDatabase.add, "batch", stored, 0, lines)

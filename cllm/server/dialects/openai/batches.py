@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_FILE_BYTES, check
-from cllm.server.batches import Batch, Endpoint, FileObject, LineErrors, read_lines
+from cllm.server.batches import BatchObject, Endpoint, FileObject, LineErrors, read_lines
 from cllm.server.body import Body, Name, about
 from cllm.server.dialects.openai import openai
 from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObject
@@ -28,7 +28,7 @@ _FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use 
 _NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
 _NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
-_decode_batch = msgspec.json.Decoder(Batch).decode
+_decode_batch = msgspec.json.Decoder(BatchObject).decode
 _decode_file = msgspec.json.Decoder(FileObject).decode
 
 
@@ -77,7 +77,7 @@ class FileList(msgspec.Struct):
 
 
 class BatchList(msgspec.Struct):
-    data: list[Batch]
+    data: list[BatchObject]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -91,7 +91,7 @@ class DeletedFile(msgspec.Struct):
 
 
 FILE = FileObject(id="file-1", bytes=120, created_at=1767225600, filename="night.jsonl", purpose="batch")
-BATCH = Batch(
+BATCH = BatchObject(
     id="batch_1",
     endpoint="/v1/chat/completions",
     input_file_id="file-1",
@@ -201,7 +201,7 @@ async def delete_file(file_id: str, http: HttpRequest) -> DeletedFile:
 
 
 @openai.post("/v1/batches", BATCH, errors={**_NO_FILE, 507: _FULL})
-async def create_batch(body: BatchBody, http: HttpRequest) -> Batch:
+async def create_batch(body: BatchBody, http: HttpRequest) -> BatchObject:
     """Run the requests of a file in idle time.
 
     A file with wrong lines makes a batch that has failed; its `errors` name the lines.
@@ -211,7 +211,7 @@ async def create_batch(body: BatchBody, http: HttpRequest) -> Batch:
     path, max_line = store.get_path(file.id), http.app.state.max_line
     lines, errors = await asyncio.to_thread(read_lines, path, body.endpoint, max_line)
     now = int(time.time())
-    batch = Batch(
+    batch = BatchObject(
         id=f"batch_{uuid.uuid4().hex}",
         endpoint=body.endpoint,
         input_file_id=file.id,
@@ -245,7 +245,7 @@ async def create_batch(body: BatchBody, http: HttpRequest) -> Batch:
     return await _describe(store, stored)
 
 
-async def _describe(store: JobStore, stored: StoredObject) -> Batch:
+async def _describe(store: JobStore, stored: StoredObject) -> BatchObject:
     """A batch with the counts of its lines."""
     batch = _decode_batch(stored.record)
     if stored.active:
@@ -264,14 +264,14 @@ async def list_batches(http: HttpRequest) -> BatchList:
 
 
 @openai.get("/v1/batches/{batch_id}", BATCH, errors=_NO_BATCH)
-async def retrieve_batch(batch_id: str, http: HttpRequest) -> Batch:
+async def retrieve_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Return a batch, with the counts of its lines."""
     store, tenant = get_jobs(http)
     return await _describe(store, await store.run(JobDatabase.get, "batch", tenant, batch_id))
 
 
 @openai.post("/v1/batches/{batch_id}/cancel", BATCH, errors=_NO_BATCH)
-async def cancel_batch(batch_id: str, http: HttpRequest) -> Batch:
+async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Cancel a batch: lines that run end, and the answers so far become its files."""
     store, tenant = get_jobs(http)
 
