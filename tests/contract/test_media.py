@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backend.base import Batch, BatchKind, StepStatus
+from cllm.backend.base import Batch, BatchKind, StepResult, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.media import MediaEncoder, Picture, Rows, Sound, Text
 from cllm.backend.llama.model import LlamaModel
@@ -17,7 +17,9 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import InvalidRequest, LibraryError, ModelFileError, NotSupported
 from cllm.types import make_pseudo_ids
+from tests.driver.engine import StepDriver
 from tests.driver.media import compute, encode, make_picture, media_row, open_encoder, open_media_runner
+from tests.driver.runner import GREEDY
 from tests.tiny_media import MAKERS, MediaModel
 
 TIE = 1e-4  # of logits of F32 sums in another order
@@ -200,3 +202,37 @@ def test_a_projector_of_another_width_is_refused(files: MediaModel, models: dict
         pytest.raises(ModelFileError, match="cannot be loaded"),
     ):
         MediaEncoder(library, model, models["dense"], frees, threads=1)
+
+
+def test_answers_under_load_are_those_alone(encoder: MediaEncoder, files: MediaModel) -> None:
+    """Sixteen requests in four slots of one pool: preempted, cached, in chunks beside streams."""
+    prompts = [
+        encode(encoder, f"Number {seed}: ", make_picture(seed % 3), " and ", make_picture(7), f" {seed}?")
+        for seed in range(8)
+    ]
+    prompts += [encode(encoder, "Look at ", make_picture(1), QUESTION[1] + "x" * seed) for seed in range(8)]
+    alone = []
+    for prompt, rows in prompts:
+        driver = StepDriver(open_media_runner(files, unified=True))
+        name = driver.add_media(prompt, rows, 12, sampling=GREEDY)
+        alone.append(driver.finish()[name].tokens)
+        driver.runner.close()
+    runner = open_media_runner(files, unified=True, sequences=4, cells=256, batch_tokens=32)
+    driver = StepDriver(runner, cache_mb=16)
+
+    def fail(number: int, _: Batch) -> StepResult | None:
+        preempts = (
+            number % 5 == 4 and len(driver.scheduler.running) > 1 and not driver.prefix_cache.device.entries
+        )
+        return StepResult(StepStatus.NO_ROOM) if preempts else None
+
+    driver.runner.fail = fail
+    names = [driver.add_media(prompt, rows, 12, sampling=GREEDY) for prompt, rows in prompts]
+    text = driver.add(tuple(b"a text beside them"), 40)
+    answers = driver.finish()
+    again = driver.add_media(*prompts[-1], 12, sampling=GREEDY)
+    answers = driver.finish()
+    assert driver.scheduler.transfer.swap_outs > 0
+    assert [answers[name].tokens for name in (*names, again)] == [*alone, alone[-1]]
+    assert answers[again].work.decoded_tokens < 30 and answers[text].finish_reason is not None
+    runner.close()
