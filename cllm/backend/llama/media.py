@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ _TEXT, _IMAGE = 0, 1  # mtmd_input_chunk_type
 _FULL, _OTHER_SHAPE = 2, 3  # of mtmd_batch_add_chunk: it goes into the next batch
 
 
-class Text(NamedTuple):
+class TextPart(NamedTuple):
     """Text of a prompt; control tokens in it are parsed only where it is the template's."""
 
     text: str
@@ -44,26 +44,18 @@ class Sound(NamedTuple):
     samples: Rows
 
 
-Part = Text | Picture | Sound
+Part = TextPart | Picture | Sound
 
 
-class MediaPrompt:
-    """A prompt with media, and the native chunks to encode. Owned: close it."""
+class MediaPrompt(Owned):
+    """A prompt with media. Owns its native chunks, which are needed until they are encoded."""
 
-    def __init__(self, prompt: Prompt, chunks: dict[str, Any], native: Owned) -> None:
-        self.prompt = prompt
-        self.chunks = chunks  # by their media
-        self._native = native
+    prompt: Prompt
+    chunks: dict[str, Any]  # of media, by their digests
 
     def close(self) -> None:
-        self.chunks = {}
-        self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
+        self.chunks = {}  # parts of the pointer
 
 
 class MediaEncoder(Owned):
@@ -97,7 +89,7 @@ class MediaEncoder(Owned):
         super().__init__(pointer, api.mtmd_free, deferred_frees)
         self.sees = bool(api.mtmd_support_vision(pointer))
         self.sample_rate = max(0, int(api.mtmd_get_audio_sample_rate(pointer)))  # 0: it does not hear
-        self._width = model.media_width
+        self._model = model  # whose vocabulary it reads
         self._mrope = bool(api.mtmd_decode_use_mrope(pointer))
         self._salt = f"{mmproj.stat().st_size}:{sample_digest(mmproj)}".encode()
 
@@ -108,17 +100,17 @@ class MediaEncoder(Owned):
         api = self._api
         for part in parts:
             self._check(part)
-        native = Owned(api.mtmd_input_chunks_init(), api.mtmd_input_chunks_free, self.deferred_frees)
+        found = MediaPrompt(api.mtmd_input_chunks_init(), api.mtmd_input_chunks_free, self.deferred_frees)
         try:
             with self._native_parts(parts) as pointers:
-                arguments = (self.pointer, native.pointer, pointers, len(parts), add_special)
+                arguments = (self.pointer, found.pointer, pointers, len(parts), add_special)
                 if api.mtmd_tokenize_from_parts(*arguments) != 0:
                     raise InvalidRequest("the model's projector cannot process this picture or sound")
-            prompt, chunks = self._read_chunks(native.pointer)
+            found.prompt, found.chunks = self._read_chunks(found.pointer)
         except BaseException:
-            native.close()
+            found.close()
             raise
-        return MediaPrompt(prompt, chunks, native)
+        return found
 
     def _check(self, part: Part) -> None:
         """Raise unless the projector takes this kind, and the data is as long as it says."""
@@ -141,7 +133,7 @@ class MediaEncoder(Owned):
         kept: list[Any] = [structs]
         with ExitStack() as bitmaps:
             for part, struct in zip(parts, structs, strict=True):
-                if isinstance(part, Text):
+                if isinstance(part, TextPart):
                     data = part.text.encode()
                     kept.append(text := api.mtmd_input_text(data, len(data), False, part.parse_special))
                     struct.text = ctypes.pointer(text)
@@ -254,7 +246,7 @@ class MediaEncoder(Owned):
         found = self._api.mtmd_batch_get_output_embd(batch, chunk)
         if not found:
             raise EngineError("libmtmd returned no rows of a picture or sound")
-        rows = np.array(np.ctypeslib.as_array(found, (count, self._width)), np.float32)
+        rows = np.array(np.ctypeslib.as_array(found, (count, self._model.media_width)), np.float32)
         if not np.isfinite(rows).all():
             raise EngineError("the rows of a picture or sound are not finite")
         return rows
