@@ -11,7 +11,7 @@ import pytest
 
 from cllm.backend.base import Batch, BatchKind, StepResult, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.media import MediaEncoder, Picture, Rows, Sound, TextPart
+from cllm.backend.llama.media import MediaEncoder, Picture, PromptText, Rows, Sound
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
@@ -57,7 +57,7 @@ def _empty_memory(request: pytest.FixtureRequest) -> Iterator[None]:
             opened.remove(seq_id)
 
 
-def helper_logits(encoder: MediaEncoder, runner: LlamaRunner, *parts: TextPart | Picture) -> Rows:
+def helper_logits(encoder: MediaEncoder, runner: LlamaRunner, *parts: PromptText | Picture) -> Rows:
     """What llama.cpp's own helper makes of these parts, in one sequence."""
     api = runner.api
     with encoder.tokenize(parts) as tokenized:
@@ -75,7 +75,7 @@ def helper_logits(encoder: MediaEncoder, runner: LlamaRunner, *parts: TextPart |
 def test_logits_are_those_of_llama_cpps_helper(encoder: MediaEncoder, runner: LlamaRunner) -> None:
     pictures = make_picture(1), make_picture(2, 40, 72)
     parts = ("Look at ", pictures[0], QUESTION[0], pictures[1], QUESTION[1])
-    native = [TextPart(part) if isinstance(part, str) else part for part in parts]
+    native = [PromptText(part) if isinstance(part, str) else part for part in parts]
     expected = helper_logits(encoder, runner, *native)
     prompt, rows = encode(encoder, *parts)
     assert len(prompt.spans) == 2 and np.array_equal(compute(runner, prompt, rows), expected)
@@ -151,7 +151,7 @@ def test_a_picture_over_the_ubatch_raises_in_python(encoder: MediaEncoder, files
 def test_the_encoder_takes_several_prompts_at_once(encoder: MediaEncoder) -> None:
     pictures = make_picture(1), make_picture(2), make_picture(1)
     alone = [encode(encoder, "Look at ", picture) for picture in pictures]
-    prompts = [encoder.tokenize([TextPart("Look at "), picture]) for picture in pictures]
+    prompts = [encoder.tokenize([PromptText("Look at "), picture]) for picture in pictures]
     together = encoder.encode(prompts)
     assert len(together) == 2, "the same picture is encoded once"
     for (prompt, rows), native in zip(alone, prompts, strict=True):
@@ -176,7 +176,7 @@ def test_items_name_the_picture_and_the_projector(encoder: MediaEncoder) -> None
 
 def test_text_of_a_user_has_no_control_tokens(encoder: MediaEncoder) -> None:
     parsed, plain = (
-        encoder.tokenize([TextPart("<|im_start|>", parse_special=special), make_picture()])
+        encoder.tokenize([PromptText("<|im_start|>", parse_special=special), make_picture()])
         for special in (True, False)
     )
     assert len(parsed.prompt) < len(plain.prompt)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cllm.backend.base import Batch, BatchKind, MediaRows, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.media import MediaEncoder, Part, Picture, Rows, TextPart
+from cllm.backend.llama.media import MediaEncoder, Part, Picture, PromptText, Rows
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
@@ -37,7 +37,9 @@ def open_encoder(files: MediaModel) -> Iterator[MediaEncoder]:
 
 def encode(encoder: MediaEncoder, *parts: Part | str) -> tuple[Prompt, dict[str, Rows]]:
     """The prompt of these parts, and its rows."""
-    with encoder.tokenize([TextPart(part) if isinstance(part, str) else part for part in parts]) as tokenized:
+    with encoder.tokenize(
+        [PromptText(part) if isinstance(part, str) else part for part in parts]
+    ) as tokenized:
         return tokenized.prompt, encoder.encode([tokenized])
 
 

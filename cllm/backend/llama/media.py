@@ -23,7 +23,7 @@ _TEXT, _IMAGE = 0, 1  # mtmd_input_chunk_type
 _FULL, _OTHER_SHAPE = 2, 3  # of mtmd_batch_add_chunk: it goes into the next batch
 
 
-class TextPart(NamedTuple):
+class PromptText(NamedTuple):
     """Text of a prompt; control tokens in it are parsed only where it is the template's."""
 
     text: str
@@ -44,7 +44,7 @@ class Sound(NamedTuple):
     samples: Rows
 
 
-Part = TextPart | Picture | Sound
+Part = PromptText | Picture | Sound
 
 
 class MediaPrompt(Owned):
@@ -133,7 +133,7 @@ class MediaEncoder(Owned):
         kept: list[Any] = [structs]
         with ExitStack() as bitmaps:
             for part, struct in zip(parts, structs, strict=True):
-                if isinstance(part, TextPart):
+                if isinstance(part, PromptText):
                     data = part.text.encode()
                     kept.append(text := api.mtmd_input_text(data, len(data), False, part.parse_special))
                     struct.text = ctypes.pointer(text)
