@@ -5,7 +5,8 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Sequence
 from enum import Enum, StrEnum
 from typing import Annotated, Literal, Protocol, TypedDict
 
@@ -233,12 +234,20 @@ class Pooling(StrEnum):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Items of a prompt that stand for one picture or sound. A cut inside of them is not possible."""
+    """Items of a prompt that stand for one picture or sound: KV is not cut inside of them."""
 
     begin: int
     end: int
     positions: int  # that they take up together; fewer than items where several share one
     media: str  # digest of what they stand for
+    columns: int = 0  # of a picture with M-RoPE, all of whose rows are at its first position; 0: it has none
+    causal: bool = True  # a row attends to those before it only, so that the rows may be computed in chunks
+
+
+def make_pseudo_ids(media: str, count: int) -> tuple[int, ...]:
+    """Items for `count` rows of a picture or sound: negative, and with high probability of it alone."""
+    numbers = np.frombuffer(hashlib.shake_128(media.encode()).digest(4 * count), "<u4") & MAX_INT32
+    return tuple((-1 - numbers.astype(np.int64)).tolist())
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -255,16 +264,41 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     def __len__(self) -> int:
         return len(self.items)
 
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Its tokens, without the items of media."""
+        return tuple(item for item in self.items if item >= 0) if self.spans else self.items
+
+    def span_at(self, index: int) -> Span | None:
+        """The span that an item belongs to."""
+        return next((span for span in self.spans if span.begin <= index < span.end), None)
+
     def position(self, length: int) -> int:
         """Where the next item goes after the first `length`; an answer goes on as text."""
         if not self.spans:
             return length
         ended = (span for span in self.spans if span.end <= length)
-        return length - sum(span.end - span.begin - span.positions for span in ended)
+        position = length - sum(span.end - span.begin - span.positions for span in ended)
+        inside = self.span_at(length)
+        return position if inside is None or not inside.columns else position - (length - inside.begin)
 
-    def floor(self, length: int) -> int:
-        """The longest prefix of at most `length` items that cuts no span."""
-        return next((span.begin for span in self.spans if span.begin < length < span.end), length)
+    def next_position(self, length: int) -> int:
+        """What the KV memory has as its next position after the first `length` items.
+
+        That is one beyond the last item's: `position`, but for a picture with M-RoPE.
+        """
+        last = self.span_at(length - 1)
+        return self.position(length) if last is None or not last.columns else self.position(last.begin) + 1
+
+    def floor(self, length: int, cached: Collection[Span] | None = None) -> int:
+        """The longest prefix of at most `length` items that cuts no span.
+
+        With `cached`, the spans of equal items in KV, nor has it other media than those: ids may collide.
+        """
+        for span in self.spans:
+            if span.begin < length and (span.end > length or (cached is not None and span not in cached)):
+                return span.begin
+        return length
 
     def key(self, tenant: str) -> str:
         """What keeps its KV apart from that of others with the same items."""

@@ -1,4 +1,4 @@
-"""Write ctypes declarations of llama.h and ggml's headers: cllm/backend/llama/declarations.py.
+"""Write ctypes declarations of llama.h, mtmd.h and ggml's headers: cllm/backend/llama/declarations.py.
 
 python scripts/declarations.py           write it
 python scripts/declarations.py --check   exit with 1 if it is not up to date
@@ -27,6 +27,8 @@ HEADERS = (
     "ggml/include/ggml-backend.h",
     "ggml/include/ggml-cpu.h",
     "include/llama.h",
+    "tools/mtmd/mtmd.h",
+    "tools/mtmd/mtmd-helper.h",
 )
 WIDTH = 110
 SCALARS = {
@@ -39,7 +41,7 @@ SCALARS = {
     **{f"{sign}int{bits}_t": f"c_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
 HEAD = '''\
-"""Declarations of llama.h and ggml's headers for ctypes: structures, callbacks and functions.
+"""Declarations of llama.h, mtmd.h and ggml's headers for ctypes: structures, callbacks and functions.
 
 Written by scripts/declarations.py from llama.cpp's source in llama-cpp-python {version}. Do not edit.
 """
@@ -54,7 +56,9 @@ from typing import Any
 TABLES = {
     "FUNCTIONS": "# Result and parameters of each.",
     "CPU_FUNCTIONS": "# The same, of the CPU's backend, which hands them out by their names.",
+    "MEDIA_FUNCTIONS": "# The same, of libmtmd, which is loaded for models that take media.",
 }
+_TABLE_BY_API = {"GGML_BACKEND_API": "CPU_FUNCTIONS", "MTMD_API": "MEDIA_FUNCTIONS"}
 
 
 class Headers:
@@ -73,13 +77,16 @@ class Headers:
             )
         }
         self.aliases = {
-            name: target.strip() for target, name in re.findall(r"\btypedef\s+([^;{}()]*?)\b(\w+)\s*;", text)
+            name: target.strip()
+            for target, name in re.findall(r"\btypedef\s+([^;{}()]*?)\b(\w+)\s*;", text)
+            if target.split()[-1] != name  # a structure of the same name
         }
         # name: where it is defined (a backend's functions are in its own library), result, parameters
         self.functions: dict[str, tuple[str, str, str]] = {
             name: (where, result, parameters)
             for where, result, name, parameters in re.findall(
-                r"\b(LLAMA_API|GGML_API|GGML_BACKEND_API)\s+([^;{}()]*?)\b(\w+)\s*\(([^;{}()]*)\)\s*;", text
+                r"\b(LLAMA_API|GGML_API|GGML_BACKEND_API|MTMD_API)\s+([^;{}()]*?)\b(\w+)\s*\(([^;{}()]*)\)\s*;",
+                text,
             )
         }
 
@@ -102,7 +109,7 @@ class Writer:
             self._callback(name)
         for name in sorted(self._used & headers.functions.keys()):
             where, result, parameters = headers.functions[name]
-            table = "CPU_FUNCTIONS" if where == "GGML_BACKEND_API" else "FUNCTIONS"
+            table = _TABLE_BY_API.get(where, "FUNCTIONS")
             self._tables[table].append(_entry(name, self._signature(result, parameters)))
         imports = "\n".join(f"    {name}," for name in sorted(self._imports, key=_import_order))
         return HEAD.format(version=BINDINGS_VERSION, imports=imports) + "".join(self._layout())
@@ -151,7 +158,7 @@ class Writer:
 
     def _type(self, text: str) -> str:
         """The ctypes of a C type without the name that it declares."""
-        words = re.findall(r"\w+|\*", text.replace("const", " "))
+        words = re.findall(r"\w+|\*", text.replace("const", " ").replace("unsigned char", "uint8_t"))
         stars = words.count("*")
         words = [word for word in words if word not in ("*", "struct")]
         if words[0] == "enum":
@@ -200,13 +207,13 @@ def _import_order(name: str) -> tuple[int, list[tuple[str, int]]]:
 
 @cache
 def find_used() -> frozenset[str]:
-    """The names of llama.h and ggml that sources use, as attributes or by their names."""
+    """The names of llama.h, mtmd.h and ggml that sources use, as attributes or by their names."""
     names: set[str] = set()
     for folder in ("cllm", "bench", "tests", "proof"):
         for path in (ROOT / folder).rglob("*.py"):
             if path != TARGET:
                 text = path.read_text(encoding="utf-8")
-                names.update(re.findall(r"""[."']((?:llama|ggml)_\w+)""", text))
+                names.update(re.findall(r"""[."']((?:llama|ggml|mtmd)_\w+)""", text))
     return frozenset(names)
 
 

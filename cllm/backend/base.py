@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from cllm.adapters import Adapter
 from cllm.errors import NotSupported
 from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
@@ -22,6 +25,20 @@ KVState = bytes | memoryview
 class BatchKind(StrEnum):
     GENERATE = "generate"
     EMBED = "embed"
+    MEDIA = "media"
+
+
+class MediaRows(NamedTuple):
+    """Rows of embeddings that stand for consecutive parts of a picture or sound.
+
+    Those of a picture with `columns` are all at one position, and differ by their place in it (M-RoPE).
+    Unless `causal` they are all of the picture: each attends to all of them.
+    """
+
+    rows: npt.NDArray[np.float32]  # one each, as wide as the model's input
+    first: int = 0  # place of the first one in the whole
+    columns: int = 0
+    causal: bool = True
 
 
 class Sampler(Protocol):
@@ -52,6 +69,8 @@ class Row(NamedTuple):
 
     `scored` are the tokens that follow as many tokens directly before the outputs: their log-probabilities
     are wanted, with `scored_top` alternatives each.
+
+    With `media` its rows are computed in place of the tokens, which are then pseudo ids.
     """
 
     seq_id: int
@@ -63,6 +82,7 @@ class Row(NamedTuple):
     logprobs: int = 0
     scored: Sequence[int] = ()
     scored_top: int = 0
+    media: MediaRows | None = None
 
 
 class Batch(NamedTuple):
@@ -71,6 +91,8 @@ class Batch(NamedTuple):
     In an EMBED batch ids mean nothing beyond the step, and rows with `outputs` yield an embedding. A row
     starts at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory
     stays until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
+
+    In a MEDIA batch every row has media, and one that is not causal is alone.
 
     `padding` holds ids between those of the rows: of slots that are empty or take no part in this step. Each
     gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
@@ -153,6 +175,7 @@ class ModelRunner(Protocol):
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
     switch_s: float = 0.0  # to change the set of adapters, as measured when the first one was loaded
+    media_width: int = 0  # elements of a media row
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.

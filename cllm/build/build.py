@@ -1,11 +1,12 @@
 """The native build: llama.cpp compiled into a library for this machine, once.
 
     python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable | --variants]
-                                   [--with-server] [--gpu auto]
+                                   [--with-server] [--gpu auto] [--media]
 
 Only what is loaded is built (libllama, and ggml for the CPU), with the flags that this CPU and compiler
 need. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
-With `--gpu` a module for the GPU is built beside it (`cllm.build.module`).
+With `--gpu` a module for the GPU is built beside it (`cllm.build.module`), with `--media` libmtmd for models
+that take pictures or sound (`cllm.build.media`).
 Standard library only: this runs before the dependencies are installed.
 """
 
@@ -27,8 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from cllm.build import module, options, toolchain
+from cllm.build import media, module, options, toolchain
 from cllm.build.gpus import find_gpus
+from cllm.build.media import MediaOptions
 from cllm.build.module import ModuleOptions
 from cllm.build.options import LEFT_OUT_VARIANTS, SERVER_PROGRAMS, BuildOptions
 from cllm.build.toolchain import BuildError, cache_directory, log
@@ -126,6 +128,26 @@ def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
     return target
 
 
+def build_media(library: Path, compiler: str | None = None, *, jobs: int = 0, force: bool = False) -> Path:
+    """Build libmtmd for the library in a folder, unless it is there; returns its path. Raises BuildError."""
+    if not force and (found := media.find_media(library)) is not None:
+        return found
+    chosen = MediaOptions(toolchain.find_compiler(cache_directory() / "tools", compiler), library)
+    target = cache_directory() / "native" / chosen.key
+    with _lock():
+        if force or not target.exists():
+            tools = _Tools.find()
+            log(f"building {chosen}: about a minute on two cores, once")
+            work = _work_folder(chosen.key, force)
+            settings = chosen.cmake_arguments(work, tools.source / "vendor" / "llama.cpp")
+            when = tools.compile(
+                work, settings, [media.TARGET], jobs or toolchain.default_jobs(), work / "project"
+            )
+            _install(work / "bin", target, {**chosen.info(), **when}, media.TARGET)
+            shutil.rmtree(work)
+    return next(target.glob(f"lib{media.TARGET}.*"))
+
+
 def _work_folder(key: str, force: bool, *, alone: bool = False) -> Path:
     """The build's folder for objects, which a stopped build leaves. `alone`: older builds' are removed.
 
@@ -155,11 +177,16 @@ class _Tools(NamedTuple):
         tools = cache_directory() / "tools"
         return cls(toolchain.fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools))
 
-    def compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> dict[str, Any]:
-        """Run CMake and Ninja; returns date and duration. Raises BuildError with the end of their output."""
+    def compile(
+        self, work: Path, settings: list[str], targets: list[str], jobs: int, project: Path | None = None
+    ) -> dict[str, Any]:
+        """Run CMake and Ninja; returns date and duration. Raises BuildError with the end of their output.
+
+        `project` replaces llama.cpp's own.
+        """
         started = time.monotonic()
         command = [str(self.cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.ninja}"]
-        command += ["-S", str(self.source / "vendor" / "llama.cpp"), "-B", str(work), *settings]
+        command += ["-S", str(project or self.source / "vendor" / "llama.cpp"), "-B", str(work), *settings]
         code, output = toolchain.run_command(command)
         if code != 0:
             raise BuildError(f"CMake refused:\n{toolchain.last_lines(output)}")
@@ -313,6 +340,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
     option("--jobs", type=int, help="compilers at a time (default: one per core)")
     programs = partial(option, action="store_const", dest="programs", const=SERVER_PROGRAMS, default=())
     programs("--with-server", help="also llama-server and llama-bench, into bin/")
+    switch("--media", help="also libmtmd, for models that take pictures or sound")
     switch("--fetch", help="only unpack the source; prints its folder")
     chosen = parser.parse_args(arguments)
     try:
@@ -329,6 +357,8 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
             compile_sampling(chosen.compiler, built if chosen.variants else None)
         if plan is not None:
             print(_build_module(plan, chosen))
+        if chosen.media:
+            print(build_media(built, chosen.compiler, jobs=chosen.jobs or 0, force=chosen.force).parent)
     except BuildError as error:
         log(f"error: {error}")
         return 2

@@ -21,6 +21,7 @@ from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import STALL_LIMIT_S, DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.tiers import MIB, HostKVCache
+from cllm.core.media import MediaGroup
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
@@ -72,7 +73,7 @@ class StepInterrupt:
         """While a batch with a long row is computed. One of embeddings is spared: it serves many requests."""
         spared = self._runner.info.recurrent or (self.interrupted and len(batch.rows) > 1)
         self.interrupted = False
-        if batch.kind is BatchKind.GENERATE and not spared:
+        if batch.kind is not BatchKind.EMBED and not spared:
             long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
             self._members = frozenset(running[seq_id].id for seq_id in long_rows)
         try:
@@ -159,7 +160,8 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
-        self.groups: tuple[StepGroup[Any], ...] = (self.scheduler, self.embedding)
+        media = MediaGroup(self.scheduler, make_budget(limits.batch_tokens, cost=cost))
+        self.groups: tuple[StepGroup[Any], ...] = (self.scheduler, self.embedding, media)
         self._group_turns = GroupTurns(self.groups)
         self._turns = None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row

@@ -138,7 +138,7 @@ class Preparation:
                 constraint = compiler.compile(request.constraint)
         if request.sampling.looks_back:
             sampler = self._runner.create_sampler(request.sampling)
-            sampler.accept(request.prompt.items)
+            sampler.accept(request.prompt.text)
         return RequestParts(constraint, sampler)
 
     def _get_compiler(self) -> GrammarCompiler:

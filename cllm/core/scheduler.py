@@ -12,7 +12,16 @@ from operator import attrgetter
 from typing import Any
 
 from cllm.adapters import split_key
-from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.backend.base import (
+    SCORED_LOGITS,
+    Batch,
+    BatchKind,
+    ModelRunner,
+    Row,
+    RowResult,
+    StepResult,
+    StepStatus,
+)
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
@@ -21,7 +30,7 @@ from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import Rows, Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE, StepCostModel
@@ -61,7 +70,8 @@ class FollowingBatch:
         """While this batch is computed: the one after it, unless something else may be due."""
         self._steps += 1
         self._prepared = None
-        if len(batch.rows) != len(running) or self._steps % self.EVERY == 0:
+        media = batch.kind is BatchKind.MEDIA
+        if media or len(batch.rows) != len(running) or self._steps % self.EVERY == 0:
             return
         next_position = self._runner.next_position
         rows, tokens = [], []
@@ -139,10 +149,11 @@ class Scheduler(StepGroup[Sequence]):
 
     # Requests in and out ---------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, media: Mapping[str, Rows] | None = None) -> None:
+        """See `StepGroup`. `media` has the rows of its pictures and sounds."""
         assert request.id not in self.live, f"request {request.id} is here already"
         self._arrived += 1
-        sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived)
+        sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived, media)
         sequence.drafts = self._spec_decode.start(request)
         if request.constraint is not None or request.sampling.looks_back:
             sequence.preparing = self._preparation.submit(request)
@@ -150,6 +161,11 @@ class Scheduler(StepGroup[Sequence]):
         self.waiting.append(sequence)
         if not split_key(request.prompt.adapter).keys() <= self.runner.adapters.keys():
             self._fail(sequence, AdapterRefused("the adapter of this request is not loaded any more"))
+        if request.prompt.spans:
+            try:
+                sequence.check_media(self.runner.media_width, self.runner.limits.batch_tokens)
+            except CllmError as error:
+                self._fail(sequence, error)
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order; detokenized while a GPU computes the next step."""
@@ -169,8 +185,12 @@ class Scheduler(StepGroup[Sequence]):
         self._admit_waiting()
         if (len(self.running) > 1 and self.budget.sets == 1) or not self.layout.splits:
             self.prefix_cache.slots.tidy(self.running)
-        self._check_positions()
-        scheduled = self.scheduled = self.turns.choose(self.running)
+        self.check_positions()
+        # Media rows are of another kind: see `MediaGroup`.
+        text = self.running
+        if any(sequence.span is not None for sequence in self.running.values()):
+            text = {slot: each for slot, each in self.running.items() if each.span is None}
+        scheduled = self.scheduled = self.turns.choose(text)
         if len(scheduled) < len(self.running) and self.runner.limits.rollback_tokens:
             self._settle([each for slot, each in self.running.items() if slot not in scheduled])
         counts = self.budget.schedule_tokens(scheduled.values(), self._urgency)
@@ -311,7 +331,7 @@ class Scheduler(StepGroup[Sequence]):
         """Pending tokens of the shortest prompt that waits for this one's prefix, its own included."""
         return min(sequence.pending, self._awaited.get(sequence.id, sequence.pending))
 
-    def _check_positions(self) -> None:
+    def check_positions(self) -> None:
         """Positions are derived: a sequence that disagrees with the KV memory fails alone."""
         for sequence in list(self.running.values()):
             try:
@@ -319,7 +339,7 @@ class Scheduler(StepGroup[Sequence]):
             except Exception as error:
                 self._fail(sequence, error)
                 continue
-            if position != (expected := sequence.position):
+            if position != (expected := sequence.next_position):
                 seen = f"the memory's next position is {position}, the request has computed {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
                 self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
@@ -489,7 +509,8 @@ class Scheduler(StepGroup[Sequence]):
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing: none runs, and those waiting cannot start yet."""
-        return bool(self.running) or any(sequence.startable for sequence in self.waiting)
+        tokens = any(sequence.span is None for sequence in self.running.values())
+        return tokens or any(sequence.startable for sequence in self.waiting)
 
     @property
     def loading_s(self) -> float | None:

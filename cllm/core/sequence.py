@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 
-from cllm.backend.base import KVState, ModelRunner, Row
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.base import KVState, MediaRows, ModelRunner, Row
 from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.layout import CellSegment
@@ -14,8 +18,10 @@ from cllm.core.kv_cache.tiers import Entry
 from cllm.core.preparation import RequestParts
 from cllm.core.slot_pool import SlotLease
 from cllm.core.stopping import Stopping
-from cllm.errors import EngineError
-from cllm.types import Request, TokenLogprob, TokenMask, Usage, Vocabulary
+from cllm.errors import EngineError, InvalidRequest
+from cllm.types import Request, Span, TokenLogprob, TokenMask, Usage, Vocabulary
+
+Rows = npt.NDArray[np.float32]
 
 
 class Sequence:
@@ -25,8 +31,11 @@ class Sequence:
     slot of the lease. The rest is pending. A token is wanted whenever nothing would stay pending.
     """
 
-    def __init__(self, request: Request, capacity: int, arrival: int = 0) -> None:
+    def __init__(
+        self, request: Request, capacity: int, arrival: int = 0, media: Mapping[str, Rows] | None = None
+    ) -> None:
         self.request = request
+        self._media = media or {}  # rows of its pictures and sounds
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
         self.tokens: list[int] = [*request.prompt.items, *request.generated_prefix]
@@ -64,13 +73,46 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Where its next token goes, as the KV memory counts."""
+        """Where its next item goes."""
         prompt = self.request.prompt
         return prompt.position(self.num_computed) if prompt.spans else self.num_computed
 
+    @property
+    def next_position(self) -> int:
+        """The next position that the KV memory has to report."""
+        prompt = self.request.prompt
+        return prompt.next_position(self.num_computed) if prompt.spans else self.num_computed
+
+    @property
+    def span(self) -> Span | None:
+        """The picture or sound that its next item belongs to; None before text."""
+        prompt = self.request.prompt
+        return prompt.span_at(self.num_computed) if prompt.spans else None
+
+    def check_media(self, width: int, batch_tokens: int) -> None:
+        """Raise unless its media can be computed in steps of `batch_tokens`, from rows of `width`."""
+        request = self.request
+        for span in request.prompt.spans:
+            count, rows = span.end - span.begin, self._media.get(span.media)
+            if rows is None or rows.shape != (count, width):
+                raise EngineError("the rows of a picture or sound are missing, or of another model")
+            if not span.causal and count > batch_tokens:
+                raise InvalidRequest(
+                    f"a picture of this model is computed whole: it has {count} rows, and a step at most "
+                    f"{batch_tokens}; start the server with --batch-tokens {count}"
+                )
+            if span.end == len(request.prompt):
+                raise InvalidRequest("the prompt ends with a picture or sound; let text follow it")
+        if request.prompt.spans and request.prompt_logprobs:
+            raise InvalidRequest("a prompt with pictures or sound has no log-probabilities", "logprobs")
+
     def truncate(self, runner: ModelRunner, length: int) -> None:
-        """Cut its KV to the first `length` items; to none where the memory cannot be cut there."""
-        position = self.request.prompt.position(length)
+        """Cut its KV to the first `length` items, or before the picture or sound that this would cut.
+
+        To none where the memory cannot be cut there.
+        """
+        length = self.request.prompt.floor(length)
+        position = self.request.prompt.next_position(length)
         self.cut_to(length if runner.truncate(self.seq_id, position) == position else 0)
 
     @property
@@ -97,10 +139,13 @@ class Sequence:
 
     @property
     def computable(self) -> int:
-        """How many pending tokens may go into one step: none beyond the next checkpoint, nor of two sets."""
-        end = self.stops[0] if self.stops else len(self.tokens)
-        border = self.request.prompt.adapter_from
-        return min(end, border if self.num_computed < border else end, len(self.tokens)) - self.num_computed
+        """How many pending tokens may go into one step: none beyond a checkpoint or a border."""
+        prompt, end = self.request.prompt, len(self.tokens)
+        if prompt.spans or prompt.adapter_from or self.stops:
+            media = (border for span in prompt.spans for border in (span.begin, span.end))
+            borders = (*media, prompt.adapter_from, *self.stops[:1], end)
+            end = min(border for border in borders if border > self.num_computed)
+        return end - self.num_computed
 
     def score(self, entries: Tokens[TokenLogprob], unscored: int) -> None:
         """Add log-probabilities of the next tokens of its prompt, where `unscored` of them want theirs."""
@@ -135,6 +180,10 @@ class Sequence:
         wants_output = end == len(self.tokens) and request.max_tokens > 0
         assert wants_output or not drafts
         tokens = self.tokens[begin:end]
+        media = None
+        if (span := self.span) is not None:
+            rows = self._media[span.media][begin - span.begin : end - span.begin]
+            media = MediaRows(rows, begin - span.begin, span.columns, span.causal)
         return Row(
             lease.seq_id,
             self.position,
@@ -145,6 +194,7 @@ class Sequence:
             request.logprobs,
             self._scored(end) if self.unscored else (),
             request.prompt_logprobs,
+            media,
         )
 
     def resume(self, vocabulary: Vocabulary) -> None:

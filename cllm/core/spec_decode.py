@@ -57,14 +57,14 @@ class SpecDecodePolicy:
         self._across_tenants = share_across_tenants
 
     def start(self, request: Request) -> DraftState | None:
-        """None where drafts are not wanted, or where a grammar would have to be asked about each.
+        """None where drafts are not wanted, with media, or where a grammar would be asked about each.
 
         A constraint that sleeps until a trigger allows them up to there.
         """
         if self._rest <= self.MAX_REST:  # not where drafts were tried and lost
             self._rest, self._next_rest = 0, self.REST
         constrained = request.constraint is not None and not request.constraint.triggers
-        if not self.max_tokens or not request.speculate or constrained:
+        if not self.max_tokens or not request.speculate or constrained or request.prompt.spans:
             return None
         if self._draft_model is None:
             drafter, rate = self._new_drafter(), self.NGRAM_ACCEPTANCE

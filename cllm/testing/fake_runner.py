@@ -39,6 +39,7 @@ TURN = 257  # a control token: the chat template opens the assistant's turn with
 VOCABULARY_SIZE = 258
 TOKEN_BITS = 9  # of a token in memory; the bits above are a mark
 VECTOR_LENGTH = 8
+MEDIA_WIDTH = 3
 
 
 def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> int:
@@ -135,7 +136,7 @@ class FakeSampler:
 
 
 def _unpack(state: KVState) -> list[int]:
-    return [int(token) for token in np.frombuffer(state, np.uint16)]
+    return [int(token) for token in np.frombuffer(state, np.int32)]
 
 
 class FakeRunner(ModelRunner):
@@ -189,6 +190,7 @@ class FakeRunner(ModelRunner):
             vector_length=VECTOR_LENGTH,
         )
         self.vocabulary = FakeVocabulary()
+        self.media_width = MEDIA_WIDTH
         self.memory: list[list[int]] = [[] for _ in range(sequences)]
         self.embedding_memory: list[int] = []  # of a long input that is partly computed
         self.embedding_open = False
@@ -334,7 +336,14 @@ class FakeRunner(ModelRunner):
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
             assert not self.memory[seq_id] or self.trimmable, "padding rows are removed again"
+        media = [row.media for row in batch.rows if row.media is not None]
+        assert len(media) == (len(ids) if batch.kind is BatchKind.MEDIA else 0), "tokens and rows are mixed"
+        assert all(each.causal for each in media) or (len(ids) == 1 and not media[0].first), (
+            "cut or not alone"
+        )
         for row in batch.rows:
+            assert row.media is None or row.media.rows.shape == (len(row.tokens), MEDIA_WIDTH)
+            assert all((token < 0) == (row.media is not None) for token in row.tokens)
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be rolled back"
             assert row.position == len(self.memory[row.seq_id]), "positions must follow the memory"
@@ -350,7 +359,7 @@ class FakeRunner(ModelRunner):
     def next_position(self, seq_id: int) -> int:
         self._native("next_position")
         batch = self._submitted
-        rows = batch.rows if batch is not None and batch.kind is BatchKind.GENERATE else ()
+        rows = batch.rows if batch is not None and batch.kind is not BatchKind.EMBED else ()
         submitted = next((len(row.tokens) for row in rows if row.seq_id == seq_id), 0)
         return len(self.memory[seq_id]) + submitted
 
@@ -381,10 +390,10 @@ class FakeRunner(ModelRunner):
 
     def save(self, seq_id: int) -> bytes | None:
         self._native("save")
-        return np.array(self.memory[seq_id], np.uint16).tobytes()
+        return np.array(self.memory[seq_id], np.int32).tobytes()
 
     def state_bytes(self, seq_id: int) -> int:
-        return 2 * len(self.memory[seq_id])
+        return 4 * len(self.memory[seq_id])
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         self._native("restore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from cllm.core.kv_cache.prefix_cache import PrefixCache
 from cllm.core.kv_cache.prefix_index import CachedPrefix
 from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.preparation import Preparation
+from cllm.core.sequence import Rows
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
@@ -181,6 +182,15 @@ class StepDriver:
         self.core._handle(LoadAdapter(0, Adapter(name=name, file=f"{name}.gguf")))
         return join_key([(self.runner.check_adapter(Adapter(name=name, file=f"{name}.gguf")).digest, scale)])
 
+    def add_media(self, prompt: Prompt, media: Mapping[str, Rows], max_tokens: int, **fields: Any) -> str:
+        """Submit a prompt with the rows of its pictures, with the next name."""
+        self.land()
+        name = f"r{len(self.requests)}"
+        request = Request(id=name, prompt=prompt, max_tokens=max_tokens, **fields)
+        self.requests[name], self.answers[name] = request, Answer()
+        self.scheduler.add(request, media)
+        return name
+
     def embed(self, *inputs: Sequence[int]) -> str:
         """Submit inputs to embed, with the next name."""
         return self.add((), 0, embed=tuple(map(tuple, inputs)))
@@ -309,7 +319,9 @@ class StepDriver:
         assert host.cached_bytes <= host.cached_limit and host.swapped_bytes <= host.swap_limit
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
-        if self.runner.limits.unified and not pool.retired and not self.filled:
+        spans = (span for request in self.requests.values() for span in request.prompt.spans)
+        grids = any(span.columns for span in spans)  # their cells share a position, which is what is known
+        if self.runner.limits.unified and not pool.retired and not self.filled and not grids:
             cells = sum(self.prefix_cache.count_cells(running.values()))
             assert cells == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
@@ -328,7 +340,7 @@ class StepDriver:
                 content = self.prefix_cache.device.by_slot.get(seq_id)
                 assert memory == ([] if content is None else self._memory_of(content))
         for entry in self.host_cache.entries:
-            assert entry.state == np.array(self._memory_of(entry), np.uint16).tobytes()
+            assert entry.state == np.array(self._memory_of(entry), np.int32).tobytes()
 
     def _memory_of(self, prefix: CachedPrefix) -> list[int]:
         """What the fake's memory held: tokens, marked with the adapters that they were computed with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cllm.types import Prompt, Span
+from cllm.types import Prompt, Span, make_pseudo_ids
 
 PICTURE = Span(3, 7, 2, "a")  # four rows at two positions
 PROMPT = Prompt((1, 2, 3, -5, -6, -7, -8, 9, 10), (PICTURE,))
@@ -24,6 +24,27 @@ def test_rows_of_a_picture_share_positions() -> None:
 
 def test_no_cut_lies_inside_a_span() -> None:
     assert [PROMPT.floor(length) for length in range(10)] == [0, 1, 2, 3, 3, 3, 3, 7, 8, 9]
+
+
+GRID = Prompt((1, 2, -5, -6, -7, -8, -9, -10, 9), (Span(2, 8, 3, "a", columns=3),))
+
+
+def test_rows_of_a_grid_are_at_its_first_position() -> None:
+    assert [GRID.position(length) for length in range(10)] == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
+    assert [GRID.next_position(length) for length in range(10)] == [0, 1, 2, 3, 3, 3, 3, 3, 3, 6]
+    assert [PROMPT.next_position(length) for length in (3, 7, 9)] == [3, 5, 7]
+
+
+def test_a_prefix_has_the_same_media() -> None:
+    other = Span(3, 7, 2, "b")
+    assert [PROMPT.floor(9, (PICTURE,)), PROMPT.floor(9, (other,)), PROMPT.floor(9, ())] == [9, 3, 3]
+    assert PROMPT.floor(2, ()) == 2 and PROMPT.text == (1, 2, 3, 9, 10)
+
+
+def test_pseudo_ids_are_of_one_picture() -> None:
+    ids = make_pseudo_ids("a", 1000)
+    assert min(ids) >= -(2**31) and max(ids) < 0 and len(set(ids)) > 990
+    assert ids[:10] == make_pseudo_ids("a", 10) and not set(ids) & set(make_pseudo_ids("b", 1000))
 
 
 def test_an_adapter_keeps_its_prefixes_apart() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,8 @@ class LlamaContext(Owned):
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._batch = NativeBatch(api, self.limits.batch_tokens, self.limits.sequences)
+        self.media_width, self._position_sections = model.media_width, model.position_sections
+        self._batch = self._token_batch = NativeBatch(api, self.limits.batch_tokens, self.limits.sequences)
         self._decode_started = 0.0
         workers.work_for(pointer)
         # llama.cpp's abort callback is called at every node of a graph, thousands of times a step; in Python
@@ -153,16 +154,36 @@ class LlamaContext(Owned):
 
     def decode(self, rows: Sequence[Row]) -> int:
         """llama_decode; its code. On a GPU it returns before the device is done."""
+        media = rows[0].media
+        self._batch = self._token_batch if media is None else self._media_batch
         self._batch.fill(rows)
         for row in rows if self.limits.rollback_tokens else ():
             self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.limits.rollback_tokens)
             self._unsettled.discard(row.seq_id)
         self.workers.work_for(self.pointer)
         self._decode_started = time.perf_counter()
-        code: int = self.api.llama_decode(self.pointer, self._batch.struct)
+        with self._attention(causal=media is None or media.causal):
+            code: int = self.api.llama_decode(self.pointer, self._batch.struct)
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
+
+    @cached_property
+    def _media_batch(self) -> MediaBatch:
+        limits = self.limits
+        return MediaBatch(self.api, limits.batch_tokens, limits.sequences, self._position_sections)
+
+    @contextmanager
+    def _attention(self, *, causal: bool) -> Iterator[None]:
+        """Around one decode: without `causal`, all its rows attend to each other. It is of the context."""
+        if causal:
+            yield
+            return
+        self.api.llama_set_causal_attn(self.pointer, False)
+        try:
+            yield
+        finally:
+            self.api.llama_set_causal_attn(self.pointer, True)
 
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
@@ -340,3 +361,37 @@ class NativeBatch:
             self._id_pointer[begin:end] = base + 4 * row.seq_id
             self._output[end - wanted : end] = 1
             begin = end
+
+
+class MediaBatch(NativeBatch):
+    """A `llama_batch` of embeddings in place of tokens, each with `sections` positions.
+
+    It holds no more rows than a ubatch, so llama.cpp does not cut a picture that must stay whole: it would
+    abort the process.
+    """
+
+    def __init__(self, api: Any, capacity: int, sequences: int, sections: int) -> None:
+        super().__init__(api, capacity, sequences)
+        self.struct.token = None
+        self._sections = sections
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        super().fill(rows)
+        media = [row.media for row in rows if row.media is not None]
+        assert len(media) == len(rows) and (len(rows) == 1 or all(each.causal for each in media))
+        self._rows = np.concatenate([each.rows for each in media], dtype=np.float32)
+        assert len(self._rows) == self.struct.n_tokens
+        positions = np.concatenate([_media_positions(row) for row in rows], axis=1)
+        self._positions = np.ascontiguousarray(positions[: self._sections], np.int32)
+        self.struct.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        self.struct.pos = self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+
+
+def _media_positions(row: Row) -> npt.NDArray[np.int64]:
+    """Positions of media rows, section by section: time, row, column, and one that is not used."""
+    assert row.media is not None
+    places = np.arange(len(row.media.rows))
+    if not row.media.columns:
+        return row.position + np.tile(places, (4, 1))
+    down, across = np.divmod(row.media.first + places, row.media.columns)
+    return np.stack((row.position + 0 * places, row.position + down, row.position + across, 0 * places))

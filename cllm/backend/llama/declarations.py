@@ -1,4 +1,4 @@
-"""Declarations of llama.h and ggml's headers for ctypes: structures, callbacks and functions.
+"""Declarations of llama.h, mtmd.h and ggml's headers for ctypes: structures, callbacks and functions.
 
 Written by scripts/declarations.py from llama.cpp's source in llama-cpp-python 0.3.36. Do not edit.
 """
@@ -84,6 +84,31 @@ class llama_token_data_array(Structure):
         ("size", c_size_t),
         ("selected", c_int64),
         ("sorted", c_bool),
+    )
+
+
+class mtmd_decoder_pos(Structure):
+    _fields_ = (
+        ("t", c_uint32),
+        ("x", c_uint32),
+        ("y", c_uint32),
+        ("z", c_uint32),
+    )
+
+
+class mtmd_input_text(Structure):
+    _fields_ = (
+        ("text", c_char_p),
+        ("text_len", c_size_t),
+        ("add_special", c_bool),
+        ("parse_special", c_bool),
+    )
+
+
+class mtmd_input_part(Structure):
+    _fields_ = (
+        ("text", POINTER(mtmd_input_text)),
+        ("bitmap", c_void_p),
     )
 
 
@@ -183,6 +208,29 @@ class llama_sampler_chain_params(Structure):
     _fields_ = (("no_perf", c_bool),)
 
 
+mtmd_progress_callback = CFUNCTYPE(c_bool, c_float, c_void_p)
+
+
+class mtmd_context_params(Structure):
+    _fields_ = (
+        ("use_gpu", c_bool),
+        ("device", c_void_p),
+        ("print_timings", c_bool),
+        ("n_threads", c_int),
+        ("image_marker", c_char_p),
+        ("media_marker", c_char_p),
+        ("flash_attn_type", c_int),
+        ("warmup", c_bool),
+        ("image_min_tokens", c_int),
+        ("image_max_tokens", c_int),
+        ("cb_eval", ggml_backend_sched_eval_callback),
+        ("cb_eval_user_data", c_void_p),
+        ("batch_max_tokens", c_int32),
+        ("progress_callback", mtmd_progress_callback),
+        ("progress_callback_user_data", c_void_p),
+    )
+
+
 # Result and parameters of each.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p, c_void_p),
@@ -245,12 +293,14 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_model_n_cls_out": (c_uint32, c_void_p),
     "llama_model_n_ctx_train": (c_int32, c_void_p),
     "llama_model_n_embd": (c_int32, c_void_p),
+    "llama_model_n_embd_inp": (c_int32, c_void_p),
     "llama_model_n_embd_out": (c_int32, c_void_p),
     "llama_model_n_layer": (c_int32, c_void_p),
     "llama_model_n_params": (c_uint64, c_void_p),
     "llama_model_n_swa": (c_int32, c_void_p),
     "llama_model_quantize": (c_uint32, c_char_p, c_char_p, c_void_p),
     "llama_model_quantize_default_params": (llama_model_quantize_params,),
+    "llama_model_rope_type": (c_int, c_void_p),
     "llama_model_size": (c_uint64, c_void_p),
     "llama_n_batch": (c_uint32, c_void_p),
     "llama_n_ctx": (c_uint32, c_void_p),
@@ -295,6 +345,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_sampler_init_xtc": (c_void_p, c_float, c_float, c_size_t, c_uint32),
     "llama_set_abort_callback": (None, c_void_p, ggml_abort_callback, c_void_p),
     "llama_set_adapters_lora": (c_int32, c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float)),
+    "llama_set_causal_attn": (None, c_void_p, c_bool),
     "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
     "llama_state_seq_get_data_ext": (c_size_t, c_void_p, POINTER(c_uint8), c_size_t, c_int32, c_uint32),
     "llama_state_seq_get_size_ext": (c_size_t, c_void_p, c_int32, c_uint32),
@@ -324,4 +375,54 @@ CPU_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_backend_cpu_set_threadpool": (None, c_void_p, c_void_p),
     "ggml_threadpool_free": (None, c_void_p),
     "ggml_threadpool_new": (c_void_p, POINTER(ggml_threadpool_params)),
+}
+# The same, of libmtmd, which is loaded for models that take media.
+MEDIA_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "mtmd_batch_add_chunk": (c_int32, c_void_p, c_void_p),
+    "mtmd_batch_encode": (c_int32, c_void_p),
+    "mtmd_batch_free": (None, c_void_p),
+    "mtmd_batch_get_output_embd": (POINTER(c_float), c_void_p, c_void_p),
+    "mtmd_batch_init": (c_void_p, c_void_p),
+    "mtmd_bitmap_free": (None, c_void_p),
+    "mtmd_bitmap_init": (c_void_p, c_uint32, c_uint32, POINTER(c_uint8)),
+    "mtmd_bitmap_init_from_audio": (c_void_p, c_size_t, POINTER(c_float)),
+    "mtmd_bitmap_set_id": (None, c_void_p, c_char_p),
+    "mtmd_context_params_default": (mtmd_context_params,),
+    "mtmd_decode_use_mrope": (c_bool, c_void_p),
+    "mtmd_decode_use_non_causal": (c_bool, c_void_p, c_void_p),
+    "mtmd_free": (None, c_void_p),
+    "mtmd_get_audio_sample_rate": (c_int, c_void_p),
+    "mtmd_helper_eval_chunks": (
+        c_int32,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int32,
+        c_int32,
+        c_int32,
+        c_bool,
+        POINTER(c_int32),
+    ),
+    "mtmd_helper_image_get_decoder_pos": (None, c_void_p, c_int32, POINTER(mtmd_decoder_pos)),
+    "mtmd_helper_log_set": (None, ggml_log_callback, c_void_p),
+    "mtmd_init_from_file": (c_void_p, c_char_p, c_void_p, mtmd_context_params),
+    "mtmd_input_chunk_get_id": (c_char_p, c_void_p),
+    "mtmd_input_chunk_get_n_pos": (c_int32, c_void_p),
+    "mtmd_input_chunk_get_n_tokens": (c_size_t, c_void_p),
+    "mtmd_input_chunk_get_tokens_image": (c_void_p, c_void_p),
+    "mtmd_input_chunk_get_tokens_text": (POINTER(c_int32), c_void_p, POINTER(c_size_t)),
+    "mtmd_input_chunk_get_type": (c_int, c_void_p),
+    "mtmd_input_chunks_free": (None, c_void_p),
+    "mtmd_input_chunks_get": (c_void_p, c_void_p, c_size_t),
+    "mtmd_input_chunks_init": (c_void_p,),
+    "mtmd_input_chunks_size": (c_size_t, c_void_p),
+    "mtmd_support_vision": (c_bool, c_void_p),
+    "mtmd_tokenize_from_parts": (
+        c_int32,
+        c_void_p,
+        c_void_p,
+        POINTER(POINTER(mtmd_input_part)),
+        c_size_t,
+        c_bool,
+    ),
 }

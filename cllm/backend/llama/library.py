@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cllm.backend.llama import declarations
 from cllm.build.build import find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
+from cllm.build.media import find_media
 from cllm.build.module import Module, choose_module, find_modules
 from cllm.build.toolchain import BINDINGS_VERSION
 from cllm.errors import LibraryError
@@ -38,7 +39,7 @@ _ABORTED = re.compile(
     r"graph_compute_async failed with error 1$|compute status: 1$|failed to decode, ret = 2$"
     r"|removing memory module entries for seq_id"
 )
-_C_NAME = re.compile(r"(llama|ggml)_")
+_C_NAME = re.compile(r"(llama|ggml|mtmd)_")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
 _loading = threading.Lock()
 _loaded: Library | None = None
@@ -54,16 +55,20 @@ class Api(SimpleNamespace):
             raise LibraryError("llama_cpp is imported in this process; use cllm in one without it")
         try:
             # What it depends on lies beside it, and is searched for functions, too.
-            library = ctypes.CDLL(str(directory / f"libllama.{LIBRARY_SUFFIX}"))
-            for name, (result, *parameters) in declarations.FUNCTIONS.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, parameters
-                setattr(self, name, function)
+            self.declare(directory / f"libllama.{LIBRARY_SUFFIX}", declarations.FUNCTIONS)
         except (OSError, AttributeError) as error:
             raise LibraryError(
                 f"the native library in {directory} cannot be loaded ({error}); "
                 "rebuild it with `cllm build --force`"
             ) from error
+
+    def declare(self, path: Path, functions: dict[str, tuple[Any, ...]]) -> None:
+        """Load a library and add its functions. Raises OSError or AttributeError."""
+        library = ctypes.CDLL(str(path))
+        for name, (result, *parameters) in functions.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, parameters
+            setattr(self, name, function)
 
     def load_cpu(self, directory: Path) -> None:
         """Load the backend for this CPU, unless it is a part of the library. Raises LibraryError."""
@@ -107,6 +112,24 @@ class Library:
                     "with `cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
                 )
         self._module_looked_for = True
+
+    def load_media(self) -> None:
+        """Load libmtmd, once. Raises LibraryError if it is not built or of no use here."""
+        if hasattr(self.api, "mtmd_init_from_file"):
+            return
+        if (path := find_media(self.directory)) is None:
+            raise LibraryError(
+                "pictures and sound need libmtmd, which is not built for this library: run `cllm build "
+                "--media` (about a minute, once)"
+            )
+        try:
+            self.api.declare(path, declarations.MEDIA_FUNCTIONS)
+        except (OSError, AttributeError) as error:
+            raise LibraryError(
+                f"libmtmd in {path.parent} cannot be loaded ({error}); rebuild it with `cllm build --media "
+                "--force`"
+            ) from error
+        self.api.mtmd_helper_log_set(self._log_callback, None)
 
 
 def find() -> Path:

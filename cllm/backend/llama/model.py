@@ -34,6 +34,7 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 
 _BYTE_LEVEL = _byte_level()
+_MROPE_TYPES = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, _IMROPE: a media row has four positions
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
 # By their numbers in llama.cpp and in GGUF files.
 POOLING_TYPES = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
@@ -95,7 +96,10 @@ def _load(api: Any, path: Path, params: Any, progress: Callable[[float], None] |
 
 
 class LlamaModel(Owned):
-    """Owns a `llama_model`. `vocabulary_only` loads no weights: for the tokenizer worker."""
+    """Owns a `llama_model`. For the tokenizer worker `vocabulary_only` suffices.
+
+    Without `weights` it has its hyperparameters, too: what libmtmd asks of it.
+    """
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class LlamaModel(Owned):
         deferred_frees: DeferredFrees,
         *,
         vocabulary_only: bool = False,
+        weights: bool = True,
         dry: GgufHeader | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
@@ -113,13 +118,14 @@ class LlamaModel(Owned):
         """
         api = library.api
         params = api.llama_model_default_params()
-        if dry is not None:
+        if dry is not None or not weights:
             params.no_alloc, params.load_mode = True, 0  # LLAMA_LOAD_MODE_NONE: nothing is mapped, either
+        if dry is not None:
             overrides = _without_vocabulary(dry)
             params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers is not False
-        placed = _place(library, config, params, vocabulary_only=vocabulary_only)
+        placed = _place(library, config, params, vocabulary_only=vocabulary_only or not weights)
         path = Path(config.model)
         pointer = _load(api, path, params, progress)
         del placed  # llama.cpp reads it while it loads
@@ -132,6 +138,8 @@ class LlamaModel(Owned):
         self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
         self.sliding_window = int(api.llama_model_n_swa(pointer))
+        self.media_width = int(api.llama_model_n_embd_inp(pointer))
+        self.position_sections = 4 if api.llama_model_rope_type(pointer) in _MROPE_TYPES else 1
         self.architecture = self.metadata("general.architecture") or "unknown"
         # A token of a causal model attends only to those before it.
         self.causal = self.metadata(f"{self.architecture}.attention.causal") != "false"

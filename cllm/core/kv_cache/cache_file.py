@@ -1,7 +1,7 @@
 """Cache files: a cached prefix with its states in a checked file.
 
 magic · version · fingerprint of model, library and KV layout · lengths ·
-tenant · tokens · lengths of checkpoints · state · checkpoints · checksum of all before it
+tenant · media · tokens · lengths of checkpoints · state · checkpoints · checksum of all before it
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
 from cllm.core.kv_cache.tiers import MIB, Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
+from cllm.types import Span
 
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
 _MAGIC = b"cllmpfx\n"
-_VERSION = 3
+_VERSION = 4
 DIGEST_BYTES = hashlib.sha256().digest_size
-# Magic, version, fingerprint; bytes of the tenant, tokens, shortest cut, checkpoints, bytes of the state.
-_HEAD = struct.Struct(f"<8sI{DIGEST_BYTES}sHIIIQ")
+# Magic, version, fingerprint; bytes of tenant and media, tokens, shortest cut, checkpoints, bytes of state.
+_HEAD = struct.Struct(f"<8sI{DIGEST_BYTES}sHIIIIQ")
 _CHECKPOINT = struct.Struct("<IQ")  # tokens, bytes of state
 
 
@@ -36,7 +39,7 @@ def get_digest(data: bytes) -> bytes:
 
 def get_file_size(entry: Entry) -> int:
     """Bytes of the file of an entry."""
-    fixed = _HEAD.size + len(entry.tenant.encode()) + DIGEST_BYTES
+    fixed = _HEAD.size + len(entry.tenant.encode()) + len(_pack_spans(entry)) + DIGEST_BYTES
     states = sum(_CHECKPOINT.size + len(checkpoint.state) for checkpoint in entry.checkpoints)
     return fixed + len(entry.tokens) * TOKEN_BYTES + len(entry.state) + states
 
@@ -44,9 +47,11 @@ def get_file_size(entry: Entry) -> int:
 def write_entry(file: BinaryIO, entry: Entry, fingerprint: str) -> Iterator[None]:
     """Write an entry in slices. Raises OSError."""
     tenant, owner, count = entry.tenant.encode(), get_digest(fingerprint.encode()), len(entry.checkpoints)
-    lengths = (len(tenant), len(entry.tokens), entry.min_length, count, len(entry.state))
+    media = _pack_spans(entry)
+    lengths = (len(tenant), len(media), len(entry.tokens), entry.min_length, count, len(entry.state))
     table = (_CHECKPOINT.pack(point.length, len(point.state)) for point in entry.checkpoints)
-    head = b"".join((_HEAD.pack(_MAGIC, _VERSION, owner, *lengths), tenant, entry.tokens.tobytes(), *table))
+    fixed = _HEAD.pack(_MAGIC, _VERSION, owner, *lengths)
+    head = b"".join((fixed, tenant, media, entry.tokens.tobytes(), *table))
     checksum = hashlib.sha256()
     for part in (head, entry.state, *(point.state for point in entry.checkpoints)):
         view = memoryview(part)
@@ -72,7 +77,11 @@ def read_entry(path: Path, fingerprint: str) -> Entry:
         reader.check_end()
     pairs = zip(prefix.checkpoints, states, strict=True)
     points = tuple(Checkpoint(point.length, state) for point, state in pairs)
-    return Entry(prefix.tenant, prefix.tokens, first, points, prefix.min_length)
+    return Entry(prefix.tenant, prefix.tokens, first, points, prefix.min_length, prefix.spans)
+
+
+def _pack_spans(entry: Entry) -> bytes:
+    return msgspec.msgpack.encode(entry.spans) if entry.spans else b""
 
 
 @contextmanager
@@ -102,7 +111,7 @@ class _Reader:
     def read_head(self, fingerprint: str) -> tuple[CachedPrefix, list[int]]:
         """The prefix, and the bytes of its states, which must be all that follows but the checksum."""
         head = _HEAD.unpack(self._take(_HEAD.size))
-        magic, version, owner, name_bytes, count, min_length, points, state_bytes = head
+        magic, version, owner, name_bytes, media_bytes, count, min_length, points, state_bytes = head
         if magic != _MAGIC:
             raise CacheFileError("this is not a cache file of cllm")
         if version != _VERSION:
@@ -111,17 +120,19 @@ class _Reader:
             raise CacheFileError("the cache file is of another model, library or KV layout than this one")
         if not count or not state_bytes:
             raise CacheFileError("the cache file is corrupt: it is empty")
-        name, tokens = self._take(name_bytes), array("i", self._take(count * TOKEN_BYTES))
+        name, media = self._take(name_bytes), self._take(media_bytes)
+        tokens = array("i", self._take(count * TOKEN_BYTES))
         table = list(_CHECKPOINT.iter_unpack(self._take(points * _CHECKPOINT.size)))
         sizes = [state_bytes, *(size for _, size in table)]
         if sum(sizes) + DIGEST_BYTES != self._left:
             raise CacheFileError("the cache file is truncated, or corrupt: its length is not what it says")
         try:
             tenant = name.decode()
-        except UnicodeDecodeError:
-            raise CacheFileError("the cache file is corrupt: the tenant's name is not text") from None
+            spans = msgspec.msgpack.decode(media, type=tuple[Span, ...]) if media else ()
+        except (UnicodeDecodeError, msgspec.MsgspecError):
+            raise CacheFileError("the cache file is corrupt: tenant or media cannot be read") from None
         checkpoints = tuple(Checkpoint(length, b"") for length, _ in table)
-        return CachedPrefix(tenant, tokens, checkpoints, min_length), sizes
+        return CachedPrefix(tenant, tokens, checkpoints, min_length, spans), sizes
 
     def read_state(self, size: int) -> memoryview:
         # A large one in pages of its own, which need neither clearing nor copying.

@@ -47,7 +47,7 @@ class DiskEntry(CachedPrefix):
 
     def __init__(self, prefix: CachedPrefix, path: Path, size: int) -> None:
         points = tuple(Checkpoint(point.length, b"") for point in prefix.checkpoints)
-        super().__init__(prefix.tenant, prefix.tokens, points, prefix.min_length)
+        super().__init__(prefix.tenant, prefix.tokens, points, prefix.min_length, prefix.spans)
         self.path = path
         self.size = size  # of the file
 

@@ -134,13 +134,14 @@ class PrefixCache:
 
     def _match_source(self, sequence: Sequence, other: Sequence) -> PrefixMatch:
         """What a running sequence has for this one; where its memory cannot be cut, at its checkpoints."""
-        common = sequence.request.prompt.floor(sequence.shared_with(other))
+        prompt, spans = sequence.request.prompt, other.request.prompt.spans
+        common = prompt.floor(sequence.shared_with(other), spans)
         if self._cuttable:
             return PrefixMatch(common, other)
         planned = [length for length in other.stops if length <= common]
         if planned:
             return PrefixMatch(planned[-1], other)
-        min_length = self._runner.min_length(other.seq_id)
+        min_length = self._min_length(other)
         cut = longest_cut(common, other.num_computed, other.checkpoints, min_length)
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
@@ -150,7 +151,8 @@ class PrefixCache:
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
             for match in self._known(sequence, sequence.keyed[:-1])
-            if (cut := match.value.longest_cut(floor(match.length))).length >= MIN_PREFIX_TOKENS
+            if (cut := match.value.longest_cut(floor(match.length, match.value.spans))).length
+            >= MIN_PREFIX_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
         best = max(known, key=lambda match: (self._gain_s(match, sequence), match.length), default=None)
@@ -225,7 +227,7 @@ class PrefixCache:
             elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
                 held = self._restore(sequence, entry, match)
             elif not isinstance(origin, Entry):
-                position = sequence.request.prompt.position(match.length)
+                position = sequence.request.prompt.next_position(match.length)
                 copied = self._runner.copy(origin.seq_id, sequence.seq_id, position) == position
                 held = match.length if copied else 0
         except Exception:
@@ -253,7 +255,7 @@ class PrefixCache:
         return len(origin.tokens) - held if in_place else 0
 
     def _cut(self, sequence: Sequence, match: PrefixMatch) -> int:
-        position, checkpoint = sequence.request.prompt.position(match.length), match.checkpoint
+        position, checkpoint = sequence.request.prompt.next_position(match.length), match.checkpoint
         kept = self._runner.truncate(sequence.seq_id, position, checkpoint and checkpoint.state)
         return match.length if kept == position else 0
 
@@ -293,7 +295,7 @@ class PrefixCache:
         try:
             if not self._runner.settle(sequence.seq_id):
                 return None
-            if self._runner.next_position(sequence.seq_id) != sequence.position:
+            if self._runner.next_position(sequence.seq_id) != sequence.next_position:
                 return None
             self._transfer.observe_slot(sequence.seq_id, sequence.num_computed)
             return self._content_of(sequence)
@@ -313,8 +315,9 @@ class PrefixCache:
         info = self._runner.info
         needed = info.recurrent or sequence.stopping.token_limit > info.sliding_window > 0
         if needed and sequence.request.reuse and self.host.cached_limit:
-            prompt, begin = sequence.request.prompt.items, sequence.num_computed
-            sequence.stops = plan_stops(prompt, begin, self._runner.vocabulary.is_control)
+            prompt, begin = sequence.request.prompt, sequence.num_computed
+            stops = plan_stops(prompt.items, begin, self._runner.vocabulary.is_control)
+            sequence.stops = sorted({stop for stop in map(prompt.floor, stops) if stop > begin})
 
     def checkpoint(self, sequence: Sequence) -> None:
         """A sequence has come to a stop. What has no room in RAM is left."""
@@ -346,10 +349,16 @@ class PrefixCache:
         return slots + sum(count_bytes(sequence.checkpoints) for sequence in self._running.values())
 
     def _content_of(self, sequence: Sequence) -> SlotContent:
-        min_length = 0 if self._cuttable else self._runner.min_length(sequence.seq_id)
+        min_length = 0 if self._cuttable else self._min_length(sequence)
         tokens = sequence.keyed[: sequence.num_computed]
-        held = (tuple(sequence.checkpoints), min_length, sequence.position)
+        spans = tuple(span for span in sequence.request.prompt.spans if span.begin < len(tokens))
+        held = (tuple(sequence.checkpoints), min_length, spans)
         return SlotContent(sequence.seq_id, self._key(sequence), tokens, sequence.segments, *held)
+
+    def _min_length(self, sequence: Sequence) -> int:
+        """The runner's, in items: those of a picture may share a position."""
+        shared = sequence.num_computed - sequence.next_position
+        return self._runner.min_length(sequence.seq_id) + shared
 
     def read_slot(self, seq_id: int) -> Entry:
         """What a free slot holds, as an entry that is in no tier. Raises InvalidRequest or StorageFailed."""

@@ -13,6 +13,7 @@ import numpy as np
 from cllm.backend.base import KVState
 from cllm.core.kv_cache.returns import Returns
 from cllm.core.step_cost import TILE
+from cllm.types import Prompt, Span
 
 TOKEN_BYTES = array("i").itemsize
 MAX_MATCHES = 64  # that are looked at: thousands may begin with the same system prompt
@@ -38,7 +39,7 @@ class Cut(NamedTuple):
 class CachedPrefix:
     """The KV of exactly `tokens`, in some tier; without a checkpoint it can be cut to `min_length`."""
 
-    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "tenant", "tokens", "used")
+    __slots__ = ("__weakref__", "checkpoints", "min_length", "position", "spans", "tenant", "tokens", "used")
 
     def __init__(
         self,
@@ -46,10 +47,11 @@ class CachedPrefix:
         tokens: Sequence[int],
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
-        position: int | None = None,
+        spans: tuple[Span, ...] = (),
     ) -> None:
-        """`tenant` is the key of its prompt. Of text, its next position is its length."""
-        self.position = len(tokens) if position is None else position
+        """`tenant` is the key of its prompt, `spans` are the media among its tokens."""
+        self.position = Prompt(spans=spans).next_position(len(tokens))  # the next one, by the KV memory
+        self.spans = spans
         self.tenant = tenant
         self.tokens = array("i", tokens)
         self.checkpoints = checkpoints  # shortest first
@@ -272,7 +274,7 @@ def plan_stops(tokens: Sequence[int], begin: int, is_control: Callable[[int], bo
     Chat templates open and close messages with control tokens. The last stop is before the answer's opening,
     or before the last token of a plain prompt: that one is always computed.
     """
-    controls = set(filter(is_control, set(tokens)))  # each is a native call
+    controls = {token for token in set(tokens) if token >= 0 and is_control(token)}  # each is a native call
     boundaries = [place for place in range(begin + 1, len(tokens)) if tokens[place] in controls]
     end = len(tokens) - 1
     if boundaries and boundaries[-1] > end - TILE:

@@ -19,6 +19,7 @@ from cllm.core.kv_cache.prefix_index import (
 )
 from cllm.core.kv_cache.returns import Returns
 from cllm.core.slot_pool import SlotPool
+from cllm.types import Span
 
 MIB = 1 << 20
 
@@ -35,9 +36,9 @@ class Entry(CachedPrefix):
         state: KVState,
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
-        position: int | None = None,
+        spans: tuple[Span, ...] = (),
     ) -> None:
-        super().__init__(tenant, tokens, checkpoints, min_length, position)
+        super().__init__(tenant, tokens, checkpoints, min_length, spans)
         self.state = state
         self.size = get_entry_size(len(tokens), len(state) + count_bytes(checkpoints))
 
@@ -156,9 +157,9 @@ class SlotContent(CachedPrefix):
         segments: list[CellSegment],
         checkpoints: tuple[Checkpoint, ...] = (),
         min_length: int = 0,
-        position: int | None = None,
+        spans: tuple[Span, ...] = (),
     ) -> None:
-        super().__init__(tenant, tokens, checkpoints, min_length, position)
+        super().__init__(tenant, tokens, checkpoints, min_length, spans)
         self.seq_id = seq_id
         self.segments = segments
 

@@ -204,7 +204,7 @@ class KVTransfer:
         # Of a sliding window, the state has only what the next token looks back on.
         cuttable = self.cuttable or length <= self.runner.info.sliding_window
         min_length = 0 if cuttable else length
-        held = (content.checkpoints, min_length, content.position)
+        held = (content.checkpoints, min_length, content.spans)
         entry = Entry(content.tenant, content.tokens, state, *held)
         entry.used = content.used
         return entry

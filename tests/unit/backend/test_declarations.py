@@ -38,7 +38,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(headers: Path, tmp_path: Pa
     except BuildError:
         pytest.skip("no C compiler is here")
     expected: list[str] = []
-    lines = ['#include <stddef.h>\n#include <stdio.h>\n#include "llama.h"\nint main(void) {']
+    lines = ['#include <stddef.h>\n#include <stdio.h>\n#include "mtmd.h"\nint main(void) {']
     for name, structure in STRUCTURES.items():
         expected.append(f"{name} {ctypes.sizeof(structure)}")
         lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
@@ -51,7 +51,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(headers: Path, tmp_path: Pa
             )
     source, program = tmp_path / "layout.c", tmp_path / "layout"
     source.write_text("\n".join([*lines, "return 0; }"]))
-    folders = [f"-I{headers / name}" for name in ("include", "ggml/include")]
+    folders = [f"-I{headers / name}" for name in ("include", "ggml/include", "tools/mtmd")]
     subprocess.run([*compiler.c, *folders, str(source), "-o", str(program)], check=True, timeout=60)
     printed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert len(expected) > 80
@@ -84,7 +84,13 @@ def test_c_types_become_those_of_ctypes(tmp_path: Path) -> None:
         LLAMA_API void llama_unused(void);
         GGML_BACKEND_API void * ggml_pool(void);
     """)
-    written = Writer(Headers(tmp_path), frozenset({"llama_make", "llama_call", "ggml_pool"})).write()
+    (tmp_path / "tools" / "mtmd" / "mtmd.h").write_text("""
+        typedef struct mtmd_bitmap mtmd_bitmap;
+        MTMD_API mtmd_bitmap * mtmd_make(const unsigned char * data);
+    """)
+    written = Writer(
+        Headers(tmp_path), frozenset({"llama_make", "llama_call", "ggml_pool", "mtmd_make"})
+    ).write()
     scope: dict[str, object] = {"__name__": "declared"}
     exec(written, scope)
     outer = scope["llama_outer"]
@@ -96,3 +102,5 @@ def test_c_types_become_those_of_ctypes(tmp_path: Path) -> None:
         "llama_make": (outer, ctypes.c_int, ctypes.c_void_p, tokens),
     }
     assert scope["CPU_FUNCTIONS"] == {"ggml_pool": (ctypes.c_void_p,)}
+    pixels = ctypes.POINTER(ctypes.c_uint8)
+    assert scope["MEDIA_FUNCTIONS"] == {"mtmd_make": (ctypes.c_void_p, pixels)}, "an alias of its own name"

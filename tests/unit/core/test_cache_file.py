@@ -15,6 +15,7 @@ from cllm.core.kv_cache.cache_file import get_file_size, read_entry, read_prefix
 from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.kv_cache.tiers import Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
+from cllm.types import Span
 from tests.profiles import examples
 
 LENGTHS = 8 + 4 + 32  # where they begin
@@ -56,6 +57,14 @@ def test_an_entry_comes_back_with_its_checkpoints(
     assert [tuple(point) for point in head.checkpoints] == [(1, b""), (3, b"")]
 
 
+def test_media_are_read_back(path: Path) -> None:
+    entry = Entry("t", (1, -5, -6, 2), b"state", spans=(Span(1, 3, 1, "picture", columns=2, causal=False),))
+    write(path, entry)
+    found = read_entry(path, "here")
+    assert (found.spans, found.position, path.stat().st_size) == (entry.spans, 3, get_file_size(entry))
+    assert read_prefix(path, "here").spans == entry.spans
+
+
 def refusal(path: Path, fingerprint: str = "here", kind: type[CllmError] = CacheFileError) -> str:
     with pytest.raises(kind) as error:
         read_entry(path, fingerprint)
@@ -67,7 +76,7 @@ def test_a_refusal_names_the_damage(path: Path) -> None:
     write(path, make("t", points=POINTS))
     data = path.read_bytes()
     assert "another model" in refusal(path, "elsewhere")
-    lengths = struct.Struct("<HIIIQ")
+    lengths = struct.Struct("<HIIIIQ")
     body = LENGTHS + lengths.size
 
     def with_lengths(*given: int) -> bytes:
@@ -79,10 +88,11 @@ def test_a_refusal_names_the_damage(path: Path) -> None:
         data[:8] + struct.pack("<I", 99) + data[12:]: "version 99",
         data[:-1]: "truncated",
         data + b"x": "truncated, or corrupt",
-        with_lengths(1, 2**32 - 1, 0, 0, 2**62): "truncated",
-        with_lengths(1, 4, 3, 2, 2**62): "its length",
-        with_lengths(1, 0, 3, 2, 300): "empty",
-        data[:body] + b"\xff" + data[body + 1 :]: "not text",
+        with_lengths(1, 0, 2**32 - 1, 0, 0, 2**62): "truncated",
+        with_lengths(1, 2**32 - 1, 4, 3, 2, 300): "truncated",
+        with_lengths(1, 0, 4, 3, 2, 2**62): "its length",
+        with_lengths(1, 0, 0, 3, 2, 300): "empty",
+        data[:body] + b"\xff" + data[body + 1 :]: "cannot be read",
         data[:-33] + b"\0" * 33: "checksum",
     }.items():
         path.write_bytes(damaged)

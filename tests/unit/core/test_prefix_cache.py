@@ -250,7 +250,7 @@ def test_no_request_waits_for_one_that_is_behind_the_cache() -> None:
     talk = Talk()
     slow = talk.send(SYSTEM * 10)
     talk.step()
-    talk.host_cache.put(Entry("", SYSTEM * 2, b"".join(token.to_bytes(2, "little") for token in SYSTEM * 2)))
+    talk.host_cache.put(Entry("", SYSTEM * 2, b"".join(token.to_bytes(4, "little") for token in SYSTEM * 2)))
     quick = talk.send((*SYSTEM, *SYSTEM, 6))
     talk.step()
     assert len(talk.scheduler.running) == 2, "it does not wait"
@@ -280,7 +280,7 @@ def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     original = talk.fake.restore
 
     def restore(seq_id: int, state: KVState) -> bool:
-        restored.append(len(state) // 2)
+        restored.append(len(state) // 4)
         return original(seq_id, state)
 
     talk.fake.restore = restore  # type: ignore[method-assign]
