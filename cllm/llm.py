@@ -63,8 +63,8 @@ from cllm.types import (
     SamplingParams,
     TokenLogprob,
     Usage,
-    to_vector,
 )
+from cllm.vectors import to_vector
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.supervisor import WORKER_MODULE
 

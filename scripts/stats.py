@@ -34,7 +34,7 @@ NOT_RUNTIME = {"gguf.py", "memory.py", "probe.py", "fingerprint.py", "dry_load.p
 # Bars of the tree as it is. They rise only in a commit that says for what.
 MAX_FILES = 186
 MAX_LINES = 43_400
-MAX_REQUEST_LINES = 14_700
+MAX_REQUEST_LINES = 15_000
 MAX_FUNCTION = 60
 MAX_LITERALS = 52
 MAX_TARGETS = 25  # of make

@@ -63,7 +63,8 @@ def _read_input(path: Path) -> list[tuple[BatchLine, str]]:
     """The lines of a file with their custom ids. Raises ConfigError, which names the first wrong line."""
     try:
         with path.open("rb") as file:
-            found = next((url for url in ENDPOINTS if url.encode() in file.readline(MAX_LINE)), ENDPOINTS[0])
+            first = file.readline(MAX_LINE)
+            found = next((url for url in ENDPOINTS if f'"{url}"'.encode() in first), ENDPOINTS[0])
             lines, errors = read_lines(path, found, MAX_LINE)
             if errors:
                 raise ConfigError(f"{path}, line {errors[0].line}: {errors[0].message}")

@@ -150,13 +150,10 @@ class EngineCore:
         self.cache_calls = CacheCalls(self.scheduler.prefix_cache, self.disk, emit)
         self._adapter_calls = AdapterCalls(runner, self.preparation, self.scheduler.live.values, emit)
         self._interrupt = StepInterrupt(runner)
+        smallest = PrefillBudget.MIN_CHUNK
         self.embedding = EmbeddingScheduler(
             runner,
-            make_budget(
-                limits.embed.batch_tokens,
-                cost=StepCostModel(split=False),
-                first_chunk=PrefillBudget.MIN_CHUNK,
-            ),
+            make_budget(limits.embed.batch_tokens, cost=StepCostModel(split=False), first_chunk=smallest),
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )

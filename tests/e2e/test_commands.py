@@ -16,7 +16,7 @@ import pytest
 
 from tests.driver.hub import FakeHub
 from tests.driver.server import ROOT, Server, StartServer, environment
-from tests.tiny_models import make_dense
+from tests.tiny_models import make_adapter, make_dense
 
 # Lines that are not run, by their beginning.
 NOT_RUN = {
@@ -38,9 +38,15 @@ NOT_RUN = {
     "cllm service install model.gguf": "needs the systemd of a user; tests/unit/cli/test_service.py",
     "cllm service status": "likewise",
     "cllm service remove": "likewise",
+    "curl localhost:18081/v1/completions": "the server of the line before; test_adapters",
+    "curl localhost:18081/admin/adapters": "likewise",
+    "curl -X DELETE localhost:18081/admin/adapters": "likewise",
     "OPENAI_API_BASE_URL=": "another program; test_clients_open_webui",
     "CLLM_API_KEY=cllm-": "an address for containers; test_clients_open_webui",
 }
+LINE = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}'
+)
 BLOCK = re.compile(r"^```(?:sh|console|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = (
     ROOT / "README.md",
@@ -96,6 +102,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     (home / "bin" / "cllm").write_text(CLLM)
     (home / "bin" / "cllm").chmod(0o755)
     model = make_dense(home / "tiny.gguf")
+    for name in ("sql", "legal"):
+        make_adapter(home / f"{name}-lora.gguf")
     files = {"tiny-Q4_K_M.gguf": model.read_bytes(), "tiny-Q8_0.gguf": model.read_bytes()}
     with FakeHub({"USER/REPO": files}) as hub:
         yield {
@@ -115,6 +123,8 @@ def fill_in(line: str, place: dict[str, str], server: Server) -> str:
     for shown, real in {
         r"(/path/to/)?\bmodel\.gguf\b": model,
         r"\bMODEL\b(?!=)": model,
+        r"\bbase\.gguf\b": model,
+        r"=(\w+-lora\.gguf)": rf"={place['HOME']}/\1",
         r"http://(127\.0\.0\.1|localhost):18081": server.url,
         r"\bkeys\.toml": f"{place['HOME']}/keys.toml",
         r"\bcllm run\b": "cllm run --max-tokens 16",  # a base model does not end its answer
@@ -130,6 +140,7 @@ def test_a_command_runs(
     shutil.copy(f"{place['HOME']}/tiny.gguf", f"{place['CLLM_MODEL_DIR']}/NAME.gguf")
     for name in ("question.txt", "notes.txt"):
         (tmp_path / name).write_text("Why is the sky blue?")
+    (tmp_path / "night.jsonl").write_text(LINE)
     line = fill_in(typed, place, embedded)
     words = shlex.split(line)
     if words[:2] == ["cllm", "serve"]:

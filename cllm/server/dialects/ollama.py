@@ -32,7 +32,8 @@ from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
 from cllm.server.turns import run_in_turn
-from cllm.types import RAW, TokenLogprob, Usage, to_vector
+from cllm.types import TokenLogprob, Usage
+from cllm.vectors import RAW, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")

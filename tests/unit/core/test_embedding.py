@@ -27,8 +27,8 @@ from cllm.types import (
     RequestOutput,
     SamplingParams,
     Usage,
-    to_vector,
 )
+from cllm.vectors import to_vector
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream

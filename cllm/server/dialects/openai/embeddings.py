@@ -27,7 +27,8 @@ from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import JsonValue, TextPart, refuse_multimodal
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
-from cllm.types import RAW, Pooling, Request, to_vector
+from cllm.types import Pooling, Request
+from cllm.vectors import RAW, to_vector
 
 ENTRIES_AT_A_TIME = 64
 TokenizedInputs = tuple[tuple[int, ...], ...]
