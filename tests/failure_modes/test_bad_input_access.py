@@ -154,7 +154,8 @@ FOR_ALL = {
     *("/generate", "/generate_stream", "/api/chat", "/api/generate", "/encode", "/decode", "/tokenize"),
     *("/detokenize", "/apply-template", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
     *("/chat/completions/input_tokens", "/v1/embeddings", "/embedding", "/v1/rerank", "/v1/score"),
-    *("/api/show", "/api/embed", "/api/embeddings", "/v1/responses/{response_id}"),
+    *("/api/show", "/api/embed", "/api/embeddings", "/v1/responses/{response_id}", "/v1/files"),
+    *("/v1/files/{file_id}", "/v1/batches", "/v1/batches/{batch_id}/cancel"),
 }
 UNLOADING = {
     "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
@@ -170,17 +171,16 @@ def test_only_operators_change_the_servers_state(keyed: Keyed, start_for_module:
     several = start_for_module("--api-key", "one,two")
     strangers = start_for_module("--host", "0.0.0.0")
     for server, key in ((keyed.server, keyed.user), (several, "one"), (strangers, "")):
-        client = make_client(base_url=server.url)
-        client.headers.update({"authorization": f"Bearer {key}"} if key else {})
-        routes = client.get("/openapi.json").json()["paths"]
-        changing = {(path, method) for path in routes for method in routes[path] if method != "get"}
-        assert ("/admin/reload", "post") in changing and ("/api/delete", "delete") in changing
-        hidden = {("/slots/0?action=erase", "post"), ("/slots/0?action=save", "post")}
-        for path, method in sorted(changing | hidden):
-            if path not in FOR_ALL:
-                answer = client.request(method, path, json={})
-                assert answer.status_code == 403, (path, method, answer.text)
-        client.close()
+        with make_client(base_url=server.url) as client:
+            client.headers.update({"authorization": f"Bearer {key}"} if key else {})
+            routes = client.get("/openapi.json").json()["paths"]
+            changing = {(path, method) for path in routes for method in routes[path] if method != "get"}
+            assert ("/admin/reload", "post") in changing and ("/api/delete", "delete") in changing
+            hidden = {("/slots/0?action=erase", "post"), ("/slots/0?action=save", "post")}
+            for path, method in sorted(changing | hidden):
+                if path not in FOR_ALL:
+                    answer = client.request(method, path, json={})
+                    assert answer.status_code == 403, (path, method, answer.text)
 
 
 # Host and Origin ------------------------------------------------------------------------------------

@@ -180,6 +180,8 @@ def test_no_timing_reads_the_wall_clock() -> None:
         *("created", "completed_at", "used_at", "today", "strftime_now", "loaded_at", "expires", "moment"),
         "_STARTED_AT",
         *("ended_at", "sampled_at", "round(time.time(), "),  # of the rows that a page draws
+        *("server/job_store.py", "server/batch_runner.py", "server/batches.py"),  # dates outlive the process
+        "dialects/openai/batches.py",
     )
     strangers = {line for line in lines if not any(stamp in line for stamp in stamps)}
     assert strangers == set()
