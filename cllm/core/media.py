@@ -57,7 +57,7 @@ class MediaGroup(StepGroup[Sequence]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._reached())
+        return any(each.span is not None for each in self._scheduler.running.values())
 
     def _reached(self) -> list[Sequence]:
         """Running sequences whose next item is of media, in the order of their arrival."""

@@ -134,6 +134,10 @@ def test_what_is_wrong_with_an_upload_is_named(tiny: Server) -> None:
         assert client.post("/v1/files", data=form, files={"file": b"x"}, headers=page).status_code == 415
         assert client.post("/v1/batches", data=form, files={"file": b"x"}).status_code == 415
         assert client.get("/v1/files", params={"limit": "0"}).status_code == 400
+        assert client.get("/v1/files", params={"limit": "9" * 5000}).status_code == 400
+        for seconds in ("9" * 5000, "²"):
+            late = {**form, "expires_after[seconds]": seconds}
+            assert client.post("/v1/files", data=late, files={"file": b"x"}).status_code == 400
         body = {"input_file_id": "file-0", "endpoint": ROUTE, "completion_window": "0h"}
         assert "as 30m, 24h, 7d" in client.post("/v1/batches", json=body).text
         for path in ("/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches/batch_0"):

@@ -28,6 +28,7 @@ _FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use 
 _NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
 _NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
+_NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
 _decode_batch = msgspec.json.Decoder(BatchObject).decode
 _decode_file = msgspec.json.Decoder(FileObject).decode
 
@@ -113,7 +114,7 @@ def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
 def _read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
     """`limit`, `after` and `order` of a list. Raises InvalidRequest."""
     given, order = http.query_params.get("limit", ""), http.query_params.get("order", "desc")
-    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= MAX_LISTED):
+    if given and not (re.fullmatch(_NUMBER, given) and 1 <= int(given) <= MAX_LISTED):
         raise InvalidRequest(f"limit: must be a number from 1 to {MAX_LISTED}", "limit")
     return int(given or most), http.query_params.get("after"), order == "asc"
 
@@ -136,7 +137,8 @@ async def upload_file(http: HttpRequest) -> FileObject:
         seconds = form.get("expires_after[seconds]")
         expires = None
         if seconds is not None:
-            after = Expiry.parse({"seconds": int(text) if (text := str(seconds)).isdigit() else text})
+            text = str(seconds)
+            after = Expiry.parse({"seconds": int(text) if re.fullmatch(_NUMBER, text) else text})
             expires = now + after.seconds
         new = FileObject(
             id=f"file-{uuid.uuid4().hex}",
