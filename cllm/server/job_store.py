@@ -90,14 +90,22 @@ class LineCounts(msgspec.Struct, frozen=True):
 def find_folder(config: ServerConfig) -> Path | None:
     """The folder of a server's jobs, one for each port.
 
-    None for any free port, and where nothing is stored: such a server keeps its jobs until it ends.
+    None for any free port, where nothing is stored, and where the home cannot be written to, as in many
+    containers: such a server keeps its jobs until it ends.
     """
     if config.state_dir:
         return Path(config.state_dir).expanduser()
     if not config.port or not config.job_store_mb:
         return None
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state, "cllm", f"jobs-{config.port}").expanduser()
+    folder = Path(state, "cllm", f"jobs-{config.port}").expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        lost = "files, batches and responses are kept until the server ends"
+        log.warning("%s: %s cannot be made (%s); --state-dir names another", lost, folder, error.strerror)
+        return None
+    return folder
 
 
 class JobDatabase:

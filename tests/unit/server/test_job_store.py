@@ -133,6 +133,9 @@ def test_the_folder_follows_the_port(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert find_folder(ServerConfig(port=81)) == tmp_path / "cllm" / "jobs-81"
     assert find_folder(ServerConfig(port=0)) is None
     assert find_folder(ServerConfig(port=0, state_dir="/x")) == Path("/x")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert find_folder(ServerConfig(port=81)) is None, "a home that cannot be written to stops no server"
 
 
 def test_a_full_disk_refuses_new_jobs_and_keeps_accepted_ones(
