@@ -47,7 +47,7 @@ Turns = list[tuple[int, int]]
 CHUNKS = (16, 64, 128, 256, 512)
 GPU_CHUNKS = (128, 256, 512, 1024, 2048)
 WARM_UP = (32, 8)  # tokens of a prompt and its answer
-CLIENT_S = 0.03  # from the end of an answer to the next turn's arrival
+CLIENT_S = 0.03  # at most, from the end of an answer to the next turn's arrival
 # Fields of miniatures: as many users, fewer tokens.
 MINIATURES: dict[str, dict[str, int]] = {
     "real": {},
@@ -58,7 +58,7 @@ MINIATURES: dict[str, dict[str, int]] = {
 }
 GPU_MINIATURES: dict[str, dict[str, int]] = {
     "gpu-agents": {"prefix_tokens": 1200, "turns": 3, "output_tokens": 24},
-    "gpu-users": {"turns": 2, "output_tokens": 24},
+    "gpu-users": {"count": 128, "turns": 2, "output_tokens": 24},
     "gpu-burst": {"output_tokens": 24},
 }
 
@@ -235,7 +235,8 @@ class Users:
             max_tokens=output,
             sampling=SamplingParams(temperature=0, ignore_eos=True),
         )
-        heappush(self._due, (self.clock.now + after_s, number, request))
+        due_s = self.clock.now + after_s * Random(-number).random()  # they come in any order
+        heappush(self._due, (due_s, number, request))
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,7 @@ class StepCostModel:
         self.records = records  # as a GPU does: a step that differs makes those after it slower
         self._batch1 = batch1 or BATCH1_DRAFT_COST
         self.frozen = frozen
+        self.steps = 0  # so far
         self._samples: dict[tuple[int, ...], deque[_Sample]] = {}
         self._number = 0
         self._fitted = 0  # the number of the last step that is in the estimate
@@ -192,6 +193,7 @@ class StepCostModel:
 
     def observe(self, batch: Batch, result: StepResult) -> None:
         """Learn from a finished step."""
+        self.steps += 1
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
             if len(batch.rows) == 1:

@@ -249,7 +249,7 @@ class PrefixCache:
             sequence.cached_from += "+checkpoint" if match.checkpoint is not None else ""
         sequence.loaded = None
         if held and isinstance(origin, CachedPrefix) and len(origin.tokens) <= 2 * held:
-            self.device.returns.observe(origin.used, returned=True)
+            self.device.returns.observe(origin.used, len(origin.tokens), returned=True)
         self.hits += held > 0
         self.hit_tokens += held
         return len(origin.tokens) - held if in_place else 0

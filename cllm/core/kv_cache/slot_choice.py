@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Collection, Mapping
-from itertools import pairwise
+from collections.abc import Sequence as Steps
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, RunningMedian, StepCost
+from cllm.core.step_cost import TILE, RunningMedian
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What the gaps between the ids of steps cost: with split KV each takes a ubatch, or padding rows.
+
+    A gap lasts until one comes that runs there. A slot that has been free for some steps is expected to be
+    free for as many more: so a gap is suffered until it has cost as much as closing it would.
+    """
+
+    ubatch_s: float = 0.0
+    row_s: float = 0.0
+    free: Steps[float] = ()  # steps that the slots before each will be free, in all
+
+    def gap_s(self, lower: int, upper: int) -> float:
+        """Seconds that the gap between two running ids costs."""
+        count = upper - lower - 1
+        if count <= 0 or not self.free:
+            return 0.0
+        steps = (self.free[upper] - self.free[lower + 1]) / count
+        return steps * min(self.ubatch_s, count * self.row_s)
+
+    def total_s(self, ids: Collection[int]) -> float:
+        return sum(self.gap_s(lower, upper) for lower, upper in pairwise(sorted(ids)))
+
+    def added_s(self, slot: int, ids: list[int]) -> tuple[float, int]:
+        """Seconds that a slot costs more beside the ids, which are in order; and runs of ids more."""
+        if not ids:
+            return 0.0, 0
+        place = bisect(ids, slot)
+        lower, upper = ids[place - 1] if place else slot, ids[place] if place < len(ids) else slot
+        added_s = self.gap_s(lower, slot) + self.gap_s(slot, upper)
+        if lower < slot < upper:  # the gap was there before
+            added_s -= self.gap_s(lower, upper)
+        return added_s, 1 - (slot - lower == 1) - (upper - slot == 1)
 
 
 class SlotChoice:
@@ -23,6 +61,7 @@ class SlotChoice:
         self._cost = transfer.cost
         self._layout = layout
         self.answer_tokens = RunningMedian(TILE)  # of a request
+        self._free_since: dict[int, int] = {}  # by slot, the number of the step
 
     def choose(
         self,
@@ -38,12 +77,13 @@ class SlotChoice:
         `running` are in its steps, and `others` wait for what is copied. None if the last free ones could not
         be cleared.
         """
-        steps, others = self._steps_left(sequence), others or bool(running)
+        self._note_free()
+        gaps, others = self._gaps(self._steps_left(sequence)), others or bool(running)
+        ids = sorted(running)
 
         def price(slot: int) -> tuple[float, bool, int, int, int]:
             held = self._device.by_slot.get(slot)
-            gap_s, runs = self._gap(slot, running)
-            cost = gap_s * steps
+            cost, runs = gaps.added_s(slot, ids)
             if held is not None and held is content:
                 return cost + self.loss_s(content, length, sequence), False, runs, 0, slot
             cost += self._transfer.copy_s(len(content.tokens)) if content is not None else 0.0
@@ -81,7 +121,7 @@ class SlotChoice:
     def _evict(self, content: SlotContent, *, others: bool) -> None:
         """Empty a slot; what it holds is offloaded if that pays."""
         if not self._transfer.offload(content, others=others):
-            self._device.returns.observe(content.used, returned=False)
+            self._device.returns.observe(content.used, len(content.tokens), returned=False)
         self._device.clear(content)
         self._device.evictions += 1
 
@@ -106,14 +146,15 @@ class SlotChoice:
         """Move the first or the last of the running ids into a gap, where that costs less than the gap."""
         lowest, highest = min(running), max(running)
         free = [slot for slot in self._pool.free if lowest < slot < highest]
-        if not free or (step := self._cost.step) is None:
+        self._note_free()
+        if not free:
             return
         for edge, hole in ((highest, min(free)), (lowest, max(free))):
             sequence, held = running[edge], self._device.by_slot.get(hole)
-            saved_s = self._gaps_s(running, step) - self._gaps_s({*running, hole} - {edge}, step)
+            gaps = self._gaps(self._steps_left(sequence))
             cost_s = self._transfer.relocate_s(sequence.num_computed)
             cost_s += self._transfer.loss_s(held) if held is not None else 0.0
-            if saved_s * self._steps_left(sequence) <= cost_s:
+            if gaps.total_s(running) - gaps.total_s({*running, hole} - {edge}) <= cost_s:
                 continue
             if held is not None:
                 self._evict(held, others=True)
@@ -126,28 +167,18 @@ class SlotChoice:
                 self._pool.clear(hole)
             return
 
-    def _gaps_s(self, ids: Collection[int], step: StepCost) -> float:
-        """Seconds that a step takes longer because of the gaps between these ids: ubatches, or padding."""
-        each_s = math.inf if self._runner.info.recurrent else step.row
-        gaps = (later - earlier - 1 for earlier, later in pairwise(sorted(ids)))
-        return sum(min(step.ubatch, gap * each_s) for gap in gaps if gap)
+    def _note_free(self) -> None:
+        free, now = self._pool.free, self._cost.steps
+        self._free_since = {slot: self._free_since.get(slot, now) for slot in free}
 
-    def _gap(self, slot: int, running: Collection[int]) -> tuple[float, int]:
-        """Seconds that a step takes longer with this slot than next to the running ones; ubatches more.
-
-        With split KV every gap between ids costs a ubatch, or padding rows.
-        """
-        if not running or not self._layout.splits:
-            return 0.0, 0
-        runs = 1 - (slot - 1 in running) - (slot + 1 in running)
-        if (step := self._cost.step) is None:
-            return 0.0, runs
-        gap_s = runs * step.ubatch
-        if self._runner.info.recurrent:  # whose states must not be moved about by padding
-            return gap_s, runs
-        lowest, highest = min(running), max(running)
-        padding = max(lowest - slot, slot - highest, 0) - 1  # inside a gap it takes a padding row's place
-        return min(gap_s, padding * step.row), runs
+    def _gaps(self, steps: float) -> Gaps:
+        """The price of gaps for a sequence that runs for so many steps."""
+        if not self._layout.splits or (step := self._cost.step) is None:
+            return Gaps()
+        now, since = self._cost.steps, self._free_since
+        free = (min(steps, now - since[slot]) if slot in since else steps for slot in range(self._pool.size))
+        row_s = math.inf if self._runner.info.recurrent else step.row  # states must not be moved about
+        return Gaps(step.ubatch, row_s, [0.0, *accumulate(free)])
 
     def _steps_left(self, sequence: Sequence) -> float:
         """How long its answer will go on, judging by others, and by how long it is already."""

@@ -119,7 +119,7 @@ class HostKVCache(PrefixTier[Entry]):
 
     def _evict(self) -> None:
         victim = next(self._victims())
-        self.returns.observe(victim.used, returned=False)
+        self.returns.observe(victim.used, len(victim.tokens), returned=False)
         self.drop(victim)
         self.evictions += 1
 

@@ -98,14 +98,14 @@ class KVTransfer:
     def value_s(self, entry: Entry) -> float:
         """Seconds that a state in RAM will save, by the chance that it returns."""
         saved_s = len(entry.tokens) * self.token_s - self.cost.restore_s(entry.size)
-        return self.host.returns.chance(entry.used) * saved_s
+        return self.host.returns.chance(entry.used, len(entry.tokens)) * saved_s
 
     def loss_s(self, content: SlotContent, keep: int = 0) -> float:
         """Seconds that will be lost when a slot is cut to its first `keep` tokens.
 
         What is lost takes time only if it returns; it may be saved to RAM for that.
         """
-        chance = self.host.returns.chance(content.used)
+        chance = self.host.returns.chance(content.used, len(content.tokens))
         computing_s = chance * (len(content.tokens) - keep) * self.token_s
         size = self.state_bytes(len(content.tokens))
         if not content.mostly_beyond(keep) or not self.host.could_hold(size):
@@ -168,7 +168,7 @@ class KVTransfer:
 
     def _pays(self, content: SlotContent, size: int, new: int, more: int, *, others: bool) -> bool:
         """Whether saving a state takes less than it will save, and less than what it pushes out would."""
-        seconds, chance = self.cost.save_s(size), self.host.returns.chance(content.used)
+        seconds, chance = self.cost.save_s(size), self.host.returns.chance(content.used, len(content.tokens))
         spent_s, budget = self.seconds - self.step_began_s, self._budget
         if others and spent_s + seconds > budget.max_overrun * budget.target_s:
             return False

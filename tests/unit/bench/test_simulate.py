@@ -30,6 +30,15 @@ def test_the_policy_is_near_the_best_fixed_rule(name: str) -> None:
     assert max(ratios.values()) <= MAX_RATIO, ratios
 
 
+@pytest.mark.parametrize("workload", ["gpu-agents", "gpu-users"])
+def test_no_conversation_is_lost_to_a_gap_that_others_soon_fill(workload: str) -> None:
+    """As many conversations as slots, which return in any order, after a load that never came back."""
+    costs = COSTS["h200-8b"]
+    definition = next(each for each in get_workloads(costs) if each.name == workload)
+    kept = simulate(costs, definition, Rule(least_recent=True)).cached_tokens  # each in its slot
+    assert simulate(costs, definition).cached_tokens >= 0.99 * kept > 0
+
+
 def test_a_simulation_repeats_itself_and_takes_no_real_time() -> None:
     costs = COSTS["x86-avx512"]
     workload = get_workloads(costs)[0]

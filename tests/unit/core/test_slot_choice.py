@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cllm.core.kv_cache.slot_choice import Gaps
 from cllm.core.step_cost import StepCost, StepCostModel
 from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver, words
@@ -147,6 +152,26 @@ def test_prompts_that_start_together_get_slots_by_their_length() -> None:
     running = slots.scheduler.running
     assert [len(running[seq_id].request.prompt) for seq_id in sorted(running)] == sorted(lengths)
     slots.finish()
+
+
+@pytest.mark.parametrize("row_s", [1e-4, math.inf])
+@given(st.sets(st.integers(0, 15), min_size=1, max_size=15), st.data())
+def test_a_slot_is_priced_by_the_gaps_that_are_there_with_it(
+    row_s: float, running: set[int], data: st.DataObject
+) -> None:
+    slot = data.draw(st.sampled_from(sorted(set(range(16)) - running)))
+    free = data.draw(st.lists(st.integers(0, 64), min_size=16, max_size=16))
+    gaps = Gaps(6e-3, row_s, [0.0, *accumulate(map(float, free))])
+    added_s, runs = gaps.added_s(slot, sorted(running))
+    assert added_s == pytest.approx(gaps.total_s({*running, slot}) - gaps.total_s(running))
+    assert runs in (-1, 0, 1) and gaps.total_s(range(16)) == 0.0
+
+
+def test_a_gap_costs_what_padding_or_a_ubatch_takes_while_it_lasts() -> None:
+    gaps = Gaps(6e-3, 1e-4, [10.0 * slot for slot in range(65)])  # each will be free for ten steps
+    assert gaps.gap_s(0, 2) == pytest.approx(10 * 1e-4), "one row of padding"
+    assert gaps.gap_s(0, 64) == pytest.approx(10 * 6e-3), "a ubatch takes less than 63 rows"
+    assert Gaps(6e-3, 1e-4, [0.0] * 65).gap_s(0, 64) == 0, "others come at once"
 
 
 class DeviceSlots(Slots):
