@@ -70,7 +70,8 @@ class PrefixCache:
         self.device = DeviceKVCache(pool, transfer.host.returns)
         self.loader = DiskLoader(disk, self.device, transfer)
         self._running = running  # by slot, as the scheduler has it
-        self.host.count_checkpoints = self._count_checkpoints
+        if not transfer.cuttable:  # else there are none
+            self.host.count_checkpoints = self._count_checkpoints
         self._keeps = keeps
         self._across_tenants = across_tenants
         self.slots = SlotChoice(self.device, transfer, layout)
