@@ -127,7 +127,7 @@ class Writer:
         if name in ("void", "char") and stars:
             return "*" * (stars - 1) + f"{name}_p"
         if name == "void" or name in SCALARS:
-            return "*" * stars + (name if name == "size_t" else name.removesuffix("_t"))
+            return "*" * stars + re.sub(r"(\d)_t$", r"\1", name)  # int32_t, but size_t
         structure = name in self._headers.structures
         if name in self._headers.callbacks or (structure and (name in self._used or not stars)):
             return "*" * stars + self._declare(name)
