@@ -108,24 +108,9 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
 
 
 def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
-    """Build a GPU module, unless it is there. Its objects are removed: only the module is of use."""
-    target = cache_directory() / "native" / options.key
-    with _lock():
-        if _is_finished(target, arguments.force):
-            return target
-        tools = _Tools.find()
-        jobs = arguments.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[options.backend])
-        log(f"building {options}: {module.describe_time(options.backend, jobs)}")
-        work = _work_folder(options.key, arguments.force)
-        settings = options.cmake_arguments(work)
-        try:
-            when = tools.compile(work, settings, [options.target], jobs)
-        except BuildError as error:
-            hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
-            raise BuildError(f"{options} could not be built{hint}:\n{error}") from error
-        _install(work / "bin", target, {**options.info(), **when}, options.target)
-        shutil.rmtree(work)
-    return target
+    """Build a GPU module, unless it is there."""
+    jobs = arguments.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[options.backend])
+    return _build_beside(options, jobs, module.describe_time(options.backend, jobs), force=arguments.force)
 
 
 def build_media(library: Path, compiler: str | None = None, *, jobs: int = 0, force: bool = False) -> Path:
@@ -133,19 +118,29 @@ def build_media(library: Path, compiler: str | None = None, *, jobs: int = 0, fo
     if not force and (found := media.find_media(library)) is not None:
         return found
     chosen = MediaOptions(toolchain.find_compiler(cache_directory() / "tools", compiler), library)
-    target = cache_directory() / "native" / chosen.key
-    with _lock():
-        if force or not target.exists():
-            tools = _Tools.find()
-            log(f"building {chosen}: about a minute on two cores, once")
-            work = _work_folder(chosen.key, force)
-            settings = chosen.cmake_arguments(work, tools.source / "vendor" / "llama.cpp")
-            when = tools.compile(
-                work, settings, [media.TARGET], jobs or toolchain.default_jobs(), work / "project"
-            )
-            _install(work / "bin", target, {**chosen.info(), **when}, media.TARGET)
-            shutil.rmtree(work)
+    duration = "about a minute on two cores, once"
+    target = _build_beside(chosen, jobs or toolchain.default_jobs(), duration, force=force)
     return next(target.glob(f"lib{media.TARGET}.*"))
+
+
+def _build_beside(options: ModuleOptions | MediaOptions, jobs: int, duration: str, *, force: bool) -> Path:
+    """Build what is loaded beside the library, unless it is there. Its objects are of no more use."""
+    target = cache_directory() / "native" / options.key
+    with _lock():
+        if _is_finished(target, force):
+            return target
+        tools = _Tools.find()
+        log(f"building {options}: {duration}")
+        work = _work_folder(options.key, force)
+        try:
+            settings = options.cmake_arguments()
+            when = tools.compile(work, settings, [options.target], jobs, options.project)
+        except BuildError as error:
+            hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
+            raise BuildError(f"{options} could not be built{hint}:\n{error}") from error
+        _install(work / "bin", target, {**options.info(), **when}, options.target)
+        shutil.rmtree(work)
+    return target
 
 
 def _work_folder(key: str, force: bool, *, alone: bool = False) -> Path:
@@ -182,11 +177,13 @@ class _Tools(NamedTuple):
     ) -> dict[str, Any]:
         """Run CMake and Ninja; returns date and duration. Raises BuildError with the end of their output.
 
-        `project` replaces llama.cpp's own.
+        `project` replaces llama.cpp's own, whose folder it has as SOURCE.
         """
         started = time.monotonic()
+        source = self.source / "vendor" / "llama.cpp"
         command = [str(self.cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.ninja}"]
-        command += ["-S", str(project or self.source / "vendor" / "llama.cpp"), "-B", str(work), *settings]
+        command += ["-S", str(project or source), "-B", str(work), *settings]
+        command += [f"-DSOURCE={source}"] if project else []
         code, output = toolchain.run_command(command)
         if code != 0:
             raise BuildError(f"CMake refused:\n{toolchain.last_lines(output)}")

@@ -17,6 +17,7 @@ from cllm.build.options import digest, find_builds, machine
 from cllm.build.toolchain import BINDINGS_VERSION, Compiler
 
 TARGET = "mtmd"
+PROJECT = Path(__file__).with_name("libmtmd")
 _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -26,23 +27,6 @@ _OPTIONS = (
     "-DCMAKE_SKIP_RPATH=ON",  # what it needs is loaded before it
     "-DMTMD_VIDEO=OFF",  # it would start ffmpeg
 )
-_PROJECT = """\
-cmake_minimum_required(VERSION 3.21)
-project(media C CXX)
-macro(llama_add_compile_flags)
-endmacro()
-foreach(name ggml-base ggml llama)
-    add_library(${name} SHARED IMPORTED GLOBAL)
-    set_target_properties(${name} PROPERTIES IMPORTED_LOCATION ${LIBRARIES}/lib${name}${SUFFIX})
-    target_include_directories(${name} INTERFACE ${SOURCE}/include ${SOURCE}/ggml/include)
-endforeach()
-target_link_libraries(ggml INTERFACE ggml-base)
-set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
-add_subdirectory(${SOURCE}/vendor vendor)
-add_subdirectory(${SOURCE}/tools/mtmd mtmd)
-set_source_files_properties(${SOURCE}/tools/mtmd/mtmd-image.cpp ${SOURCE}/tools/mtmd/mtmd-audio.cpp
-    TARGET_DIRECTORY mtmd PROPERTIES COMPILE_OPTIONS -O3)
-"""
 
 
 @dataclass(frozen=True)
@@ -51,21 +35,20 @@ class MediaOptions:
 
     compiler: Compiler
     library: Path
+    target = TARGET
+    project = PROJECT
 
     @property
     def key(self) -> str:
         """The name of its folder: without the CPU's features, which it does not use."""
         return f"{BINDINGS_VERSION}-{machine()}-media-{digest([self.compiler.identity, media_revision()])}"
 
-    def cmake_arguments(self, work: Path, source: Path) -> list[str]:
-        """CMake's arguments without the folders. Writes the project into `work / "project"`."""
-        (work / "project").mkdir(exist_ok=True)
-        (work / "project" / "CMakeLists.txt").write_text(_PROJECT, encoding="utf-8")
+    def cmake_arguments(self) -> list[str]:
+        """CMake's arguments without the folders of the source and the build."""
         compilers = (("C", self.compiler.c), ("CXX", self.compiler.cxx))
         return [
             *_OPTIONS,
             *(f"-DCMAKE_{language}_COMPILER={';'.join(command)}" for language, command in compilers),
-            f"-DSOURCE={source}",
             f"-DLIBRARIES={self.library}",
             f"-DSUFFIX=.{_SUFFIX}",
         ]
@@ -80,7 +63,7 @@ class MediaOptions:
 
 def media_revision() -> str:
     """A digest of the options: an older build with other ones is not loaded."""
-    return digest([*_OPTIONS, _PROJECT])
+    return digest([*_OPTIONS, (PROJECT / "CMakeLists.txt").read_text(encoding="utf-8")])
 
 
 def find_media(library: Path) -> Path | None:

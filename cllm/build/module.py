@@ -34,30 +34,7 @@ _OPTIONS = (
 )
 # What ggml asks of Vulkan's headers without a check, and those before 1.3.272 (Debian 12) do not declare. It
 # is for validation, which is off: a driver skips what it does not know.
-_OLD_VULKAN = """\
-#include <vector>
-#include <vulkan/vulkan_core.h>
-#ifndef VK_EXT_layer_settings
-namespace vk {
-enum class LayerSettingTypeEXT { eBool32 };
-struct LayerSettingEXT {
-    const char * layer;
-    const char * name;
-    LayerSettingTypeEXT type;
-    uint32_t count;
-    const void * values;
-};
-struct LayerSettingsCreateInfoEXT {
-    VkStructureType type = static_cast<VkStructureType>(1000496000);
-    const void * next = nullptr;
-    uint32_t count;
-    const LayerSettingEXT * settings;
-    explicit LayerSettingsCreateInfoEXT(const std::vector<LayerSettingEXT> & all)
-        : count(static_cast<uint32_t>(all.size())), settings(all.data()) {}
-};
-}
-#endif
-"""
+OLD_VULKAN = Path(__file__).with_name("old_vulkan.hpp")
 _VULKAN_HEADERS = ("vulkan/vulkan.hpp", "spirv/unified1/spirv.hpp")
 
 
@@ -82,6 +59,7 @@ class ModuleOptions:
     compiler: Compiler
     tool: Path
     architectures: tuple[str, ...] = ()
+    project = None  # it is a part of llama.cpp's
 
     @property
     def key(self) -> str:
@@ -93,8 +71,8 @@ class ModuleOptions:
     def target(self) -> str:
         return f"ggml-{self.backend}"
 
-    def cmake_arguments(self, work: Path) -> list[str]:
-        """CMake's arguments without the folders. For Vulkan, writes a header into `work`."""
+    def cmake_arguments(self) -> list[str]:
+        """CMake's arguments without the folders."""
         arguments = [*_OPTIONS, f"-DGGML_{self.backend.upper()}=ON"]
         for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
             arguments.append(f"-DCMAKE_{language}_COMPILER={';'.join(command)}")
@@ -107,10 +85,8 @@ class ModuleOptions:
             architectures = ";".join(f"{name}-real" for name in self.architectures)
             arguments.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
         else:
-            header = work / "old_vulkan.hpp"
-            header.write_text(_OLD_VULKAN, encoding="utf-8")
             arguments.append(f"-DVulkan_GLSLC_EXECUTABLE={self.tool}")
-            arguments.append(f"-DCMAKE_CXX_FLAGS=-include {header}")
+            arguments.append(f"-DCMAKE_CXX_FLAGS=-include {OLD_VULKAN}")
         return [*arguments, f"-DCMAKE_INSTALL_RPATH={';'.join(folders)}"]
 
     def info(self) -> dict[str, Any]:

@@ -52,16 +52,7 @@ _VARIANTS = (
 _VARIANT_LINKING = "-static-libstdc++ -Wl,--exclude-libs,ALL,--gc-sections,--strip-all"
 _HIDDEN = "{ local: _Z*St*; _Z*9__gnu_cxx*; };\n"  # instances of the C++ library's templates
 # The C++ library of GCC 12 asks glibc 2.36 for random numbers; older ones have this.
-_RANDOM = """\
-#include <stdint.h>
-#include <sys/random.h>
-__attribute__((visibility("hidden"))) uint32_t arc4random(void) {
-    uint32_t value = 0;
-    while (getrandom(&value, sizeof value, 0) != (ssize_t)sizeof value) {
-    }
-    return value;
-}
-"""
+_RANDOM = Path(__file__).with_name("random.c").read_text(encoding="utf-8")
 LEFT_OUT_VARIANTS = "armv9.2_1", "armv9.2_2"  # SME serves kernels that are not built; GCC 12 lacks it
 SERVER_PROGRAMS = ("llama-server", "llama-bench")
 

@@ -333,7 +333,7 @@ def list_models(folders: str = "") -> list[tuple[StoredModel, HeaderInfo | None]
 
 
 def _read_header(path: Path, size: int, changed: int) -> HeaderInfo:
-    from cllm.backend.llama.gguf import GgufFile  # numpy comes along: not needed where all is known
+    from cllm.backend.llama.gguf import GgufFile
 
     metadata = GgufFile(path).metadata
     architecture = str(metadata.get("general.architecture", ""))

@@ -7,18 +7,17 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from msgspec.structs import replace
 
 from cllm.adapters import Adapter, split_key
-from cllm.backend.llama.gguf import GgufFile, GgufHeader, Tensor
+from cllm.backend.llama.gguf import TENSOR_TYPES, GgufFile, GgufHeader, Tensor
 from cllm.backend.llama.library import Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.errors import AdapterRefused, ModelFileError
 
 A, B = ".lora_a", ".lora_b"
 IGNORED = "_norm.weight"  # by llama.cpp
-FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+FLOATS = tuple(TENSOR_TYPES[name] for name in ("F32", "F16", "BF16"))
 DIGEST = 24  # hexadecimal digits
 
 
@@ -122,5 +121,5 @@ def _check_pair(file: str, name: str, parts: Mapping[str, Tensor], weight: Tenso
         raise ModelFileError(f"{file} is of another model: its {name} is not {shape}")
     if not rank:
         raise ModelFileError(f"{file} is corrupt: the two matrices of {name} differ in their rank")
-    if not all(tensor.type_id in FLOATS or GGML_QUANT_SIZES[tensor.type_id][0] > 1 for tensor in pair):
+    if not all((kind := tensor.kind) and (kind in FLOATS or kind.block > 1) for tensor in pair):
         raise ModelFileError(f"{file} is corrupt: the matrices of {name} hold no weights")

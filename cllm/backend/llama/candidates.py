@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.declarations import llama_token_data_array
+from cllm.backend.llama.declarations import DECLARED
 from cllm.backend.llama.library import find
 from cllm.build.build import SAMPLING_NAME, sampling_path
 from cllm.types import SamplingParams, TokenMask
@@ -102,7 +102,7 @@ class NativeLogitScan(LogitScan):
         self._results = tuple(each.ctypes.data for each in (self._ids, self._values, self._counts))
         self._data = np.zeros((rows, MAX_CANDIDATES), _CANDIDATE)
         self._begins = self._data.ctypes.data + self._data.strides[0] * np.arange(rows, dtype=np.uintp)
-        self._arrays = (llama_token_data_array * rows)()
+        self._arrays = (DECLARED.types["llama_token_data_array"] * rows)()
         self._view = np.frombuffer(memoryview(self._arrays).cast("B"), _CANDIDATE_ARRAY)
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.base import SCORED_LOGITS, KVState, Row
+from cllm.backend.llama.gguf import TENSOR_TYPES
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
@@ -62,8 +62,8 @@ def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int
     params.n_outputs_max = outputs or max_outputs(config, slots, model.vocabulary.size)
     params.flash_attn_type = int(config.flash_attention)
     params.kv_unified = config.unified_kv
-    params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
-    params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
+    params.type_k = TENSOR_TYPES[config.cache_type_k.upper()].id
+    params.type_v = TENSOR_TYPES[config.cache_type_v.upper()].id
     params.swa_full = False
     params.n_rs_seq = config.draft_rollback if model.recurrent else 0
     params.no_perf = True

@@ -2,19 +2,18 @@
 
 llama.cpp trusts the counts and offsets in it, so a hostile or damaged file must be refused earlier. (The
 reader of the `gguf` package keeps every array, which takes seconds for a large vocabulary; here long arrays
-are skipped. Its table of block sizes is used.)
+are skipped.)
 """
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from gguf.constants import GGML_QUANT_SIZES
 
 from cllm.errors import ModelFileError
 
@@ -25,7 +24,7 @@ MAX_STRING = 64 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MAX_LAYERS = 4096
-MAX_TYPE = 255  # of a tensor; unknown ones up to it are newer than the package `gguf`
+MAX_TYPE = 255  # of a tensor; unknown ones up to it are newer than the table
 # Read here, or by llama.cpp, which trusts the file.
 _SIZES = (
     *("context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size"),
@@ -48,8 +47,22 @@ _NO_MEMORY = {
 }
 
 
+class TensorType(NamedTuple):
+    """A type of tensors: its id, and the weights and the bytes of a block."""
+
+    id: int
+    block: int
+    block_bytes: int
+
+
+_TABLE = json.loads(Path(__file__).with_name("tensor_types.json").read_text(encoding="utf-8"))
+TENSOR_TYPES = {name: TensorType(*row) for name, row in _TABLE.items()}
+"""By ggml's names."""
+TYPE_NAMES = {kind.id: name for name, kind in TENSOR_TYPES.items()}
+
+
 class Tensor(NamedTuple):
-    """A tensor's description. `size` is None where its type is newer than the package `gguf`."""
+    """A tensor's description. `size` is None where its type is newer than the table."""
 
     name: str
     type_id: int
@@ -60,8 +73,13 @@ class Tensor(NamedTuple):
     @property
     def weights(self) -> int:
         """Number of weights; 0 where the type is unknown."""
-        block, block_bytes = GGML_QUANT_SIZES.get(self.type_id, (0, 1))
-        return (self.size or 0) // int(block_bytes) * int(block)
+        return (self.size or 0) // kind.block_bytes * kind.block if (kind := self.kind) else 0
+
+    @property
+    def kind(self) -> TensorType | None:
+        """Its type; None where that is unknown."""
+        name = TYPE_NAMES.get(self.type_id)
+        return TENSOR_TYPES[name] if name is not None else None
 
 
 class GgufFile:
@@ -215,12 +233,10 @@ def _read_tensor(cursor: _Cursor) -> Tensor:
     shape = tuple(cursor.scalar("Q") for _ in range(dimensions))
     elements = math.prod(shape)
     type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
-    size: int | None = None
-    if type_id in GGML_QUANT_SIZES:
-        block, block_bytes = GGML_QUANT_SIZES[type_id]
-        size = elements // int(block) * int(block_bytes)
-    elif type_id > MAX_TYPE:
+    if type_id > MAX_TYPE:
         raise ValueError(f"a tensor of type {type_id}")
+    kind = TENSOR_TYPES.get(TYPE_NAMES.get(type_id, ""))
+    size = None if kind is None else elements // kind.block * kind.block_bytes
     return Tensor(name, type_id, offset, size, shape)
 
 

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.llama.fingerprint import library_digest
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.gguf import TENSOR_TYPES, TYPE_NAMES, GgufHeader
 from cllm.backend.llama.library import find, load, run_apart
 from cllm.backend.llama.threads import compute_threads, measurable_cores, read_cpu_times
 from cllm.build.options import features, machine
@@ -75,7 +74,7 @@ def count_weights(header: GgufHeader) -> Weights:
     found: Counter[str] = Counter()
     for tensor in header.tensors:
         if tensor.weights:
-            found[GGMLQuantizationType(tensor.type_id).name] += tensor.weights
+            found[TYPE_NAMES[tensor.type_id]] += tensor.weights
     return {name: count for name, count in found.items() if count >= MIN_SHARE * found.total()}
 
 
@@ -165,7 +164,7 @@ class _Products:
         listed = found(device)  # it ends with a NULL
         self.extra_buffers = list(itertools.takewhile(bool, (listed[i] for i in itertools.count())))
 
-    def make(self, kind: GGMLQuantizationType, extra: Any = None) -> list[Any]:
+    def make(self, kind: int, extra: Any = None) -> list[Any]:
         """Make a graph for each number of tokens; none where an extra buffer has no kernel for the type."""
         import numpy as np
 
@@ -176,7 +175,7 @@ class _Products:
         graphs = []
         for tokens in STEPS:
             context = self._new_context()
-            inputs = api.ggml_new_tensor_2d(context, GGMLQuantizationType.F32, COLUMNS, tokens)
+            inputs = api.ggml_new_tensor_2d(context, TENSOR_TYPES["F32"].id, COLUMNS, tokens)
             products = [api.ggml_mul_mat(context, matrix, inputs) for matrix in weights]
             api.ggml_backend_alloc_ctx_tensors_from_buft(context, plain)
             if not all(api.ggml_backend_dev_supports_op(self._device, product) for product in products):
@@ -206,7 +205,7 @@ def measure(types: Sequence[str], threads: int) -> Speeds:
     products = _Products(threads)
     cases: dict[tuple[str, bool], list[Any]] = {}
     for name in types:
-        kind = GGMLQuantizationType[name]
+        kind = TENSOR_TYPES[name].id
         cases[name, False] = products.make(kind)
         # llama.cpp takes the first that has a kernel.
         extra = (products.make(kind, each) for each in products.extra_buffers)

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from cllm.backend.llama import declarations
+from cllm.backend.llama.declarations import DECLARED, Functions
 from cllm.build.build import find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.media import find_media
@@ -39,7 +39,6 @@ _ABORTED = re.compile(
     r"graph_compute_async failed with error 1$|compute status: 1$|failed to decode, ret = 2$"
     r"|removing memory module entries for seq_id"
 )
-_C_NAME = re.compile(r"(llama|ggml|mtmd)_")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
 _loading = threading.Lock()
 _loaded: Library | None = None
@@ -50,19 +49,19 @@ class Api(SimpleNamespace):
 
     def __init__(self, directory: Path) -> None:
         """Load the library of a folder. Raises LibraryError if that fails or a function is missing."""
-        super().__init__(**{name: value for name, value in vars(declarations).items() if _C_NAME.match(name)})
+        super().__init__(**DECLARED.types)
         if "llama_cpp" in sys.modules:  # libraries of the same name are taken for the same: the two would mix
             raise LibraryError("llama_cpp is imported in this process; use cllm in one without it")
         try:
             # What it depends on lies beside it, and is searched for functions, too.
-            self.declare(directory / f"libllama.{LIBRARY_SUFFIX}", declarations.FUNCTIONS)
+            self.declare(directory / f"libllama.{LIBRARY_SUFFIX}", DECLARED.functions)
         except (OSError, AttributeError) as error:
             raise LibraryError(
                 f"the native library in {directory} cannot be loaded ({error}); "
                 "rebuild it with `cllm build --force`"
             ) from error
 
-    def declare(self, path: Path, functions: dict[str, tuple[Any, ...]]) -> None:
+    def declare(self, path: Path, functions: Functions) -> None:
         """Load a library and add its functions. Raises OSError or AttributeError."""
         library = ctypes.CDLL(str(path))
         for name, (result, *parameters) in functions.items():
@@ -77,7 +76,7 @@ class Api(SimpleNamespace):
         registry = self.ggml_backend_reg_by_name(b"CPU")
         if not registry:
             raise LibraryError(f"the native library in {directory} has none for this CPU: use `cllm build`")
-        for name, signature in declarations.CPU_FUNCTIONS.items():
+        for name, signature in DECLARED.cpu.items():
             address = self.ggml_backend_reg_get_proc_address(registry, name.encode())
             assert address, name
             setattr(self, name, ctypes.CFUNCTYPE(*signature)(address))
@@ -123,7 +122,7 @@ class Library:
                 "--media` (about a minute, once)"
             )
         try:
-            self.api.declare(path, declarations.MEDIA_FUNCTIONS)
+            self.api.declare(path, DECLARED.media)
         except (OSError, AttributeError) as error:
             raise LibraryError(
                 f"libmtmd in {path.parent} cannot be loaded ({error}); rebuild it with `cllm build --media "

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from cllm.backend.llama.fingerprint import library_digest
+from cllm.backend.llama.fingerprint import library_digest, sample_digest
 from cllm.backend.llama.kernels import choose_buffers
 from cllm.backend.llama.library import find, may_use_gpu, run_apart
 from cllm.backend.llama.memory import prepare
@@ -158,10 +158,10 @@ def _read_record(path: Path) -> ProbeRecord | None:
 
 
 def _record_path(config: EngineConfig) -> Path:
-    """One record for each combination of machine, library, model and settings."""
+    """One record for each combination of machine, library, model (wherever it lies) and settings."""
     model, library = Path(config.model), find()
     settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
-    file = (model, model.stat().st_size, model.stat().st_mtime_ns)
+    file = (model.stat().st_size, sample_digest(model))
     fingerprint: list[object] = [platform.node(), library, library_digest(library), *file, *settings]
     if wants_gpu(config) and may_use_gpu():  # else as before there were modules: what is remembered is valid
         fingerprint += [library_digest(module.path.parent) for module in find_modules()]

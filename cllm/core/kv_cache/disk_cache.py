@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from cllm.core.kv_cache.cache_file import get_file_size, get_reason
 from cllm.core.kv_cache.disk_folder import CacheFolder, Contents, DiskEntry, Writing, remove, touch
@@ -126,6 +127,8 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._wake = wake
         self._disk = disk or DiskThread("disk-cache")
         self._loading: dict[DiskEntry, Future[Entry | None]] = {}
+        # Loads that have ended, while a sequence has one that it has not put into RAM yet.
+        self._loaded: WeakValueDictionary[DiskEntry, Future[Entry | None]] = WeakValueDictionary()
         self._read_byte_s = self._write_byte_s = 0.0  # measured
         self._late: Future[Any] | None = None  # a load that took too long
         self._write: Writing | None = None  # of one entry at a time
@@ -167,12 +170,13 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         None while too much is being read: ask again.
         """
         self._settle()
-        if entry not in self._loading:
-            reading = sum(other.size for other in self._loading)
-            if self._loading and reading + entry.size > MAX_IN_FLIGHT:
-                return None
-            self.touch(entry)
-            self._loading[entry] = self._submit(partial(self._read, entry))
+        if (known := self._loading.get(entry) or self._loaded.get(entry)) is not None:
+            return known
+        reading = sum(other.size for other in self._loading)
+        if self._loading and reading + entry.size > MAX_IN_FLIGHT:
+            return None
+        self.touch(entry)
+        self._loading[entry] = self._submit(partial(self._read, entry))
         return self._loading[entry]
 
     @property
@@ -209,6 +213,8 @@ class DiskKVCache(PrefixTier[DiskEntry]):
                 del self._loading[entry]
                 if load.result() is None:
                     self.drop(entry)
+                else:
+                    self._loaded[entry] = load
         if not self.limit or self.scanning is None or not self.scanning.done():
             return
         scanning, self.scanning = self.scanning, None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama import declarations
+from cllm.backend.llama.declarations import DECLARED, Declarations
 from cllm.backend.llama.library import load
 from cllm.build.toolchain import BuildError, find_compiler, source_directory
 from scripts.declarations import HEADERS, TARGET, Headers, Writer, make_declarations
 
-STRUCTURES = {
-    name: found
-    for name, found in vars(declarations).items()
-    if isinstance(found, type) and issubclass(found, ctypes.Structure) and found is not ctypes.Structure
-}
+STRUCTURES = {name: found for name, found in DECLARED.types.items() if issubclass(found, ctypes.Structure)}
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def headers() -> Path:
     return folder
 
 
-def test_the_module_is_what_the_headers_and_the_sources_give(headers: Path) -> None:
+def test_the_file_is_what_the_headers_and_the_sources_give(headers: Path) -> None:
     assert TARGET.read_text() == make_declarations(headers), "run python scripts/declarations.py"
 
 
@@ -60,7 +57,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(headers: Path, tmp_path: Pa
 
 def test_the_library_has_every_function() -> None:
     api = load().api
-    for name in declarations.FUNCTIONS.keys() | declarations.CPU_FUNCTIONS.keys():
+    for name in DECLARED.functions.keys() | DECLARED.cpu.keys():
         assert callable(getattr(api, name))
     assert api.llama_context_default_params().n_batch == 2048, "a structure comes back by value"
 
@@ -91,16 +88,15 @@ def test_c_types_become_those_of_ctypes(tmp_path: Path) -> None:
     written = Writer(
         Headers(tmp_path), frozenset({"llama_make", "llama_call", "ggml_pool", "mtmd_make"})
     ).write()
-    scope: dict[str, object] = {"__name__": "declared"}
-    exec(written, scope)
-    outer = scope["llama_outer"]
-    assert isinstance(outer, type) and issubclass(outer, ctypes.Structure)
+    declared = Declarations(json.loads(written))
+    outer = declared.types["llama_outer"]
+    assert issubclass(outer, ctypes.Structure)
     assert ctypes.sizeof(outer) == 32 and [field[0] for field in outer._fields_] == ["name", "inner", "rest"]
     tokens = ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))
-    assert scope["FUNCTIONS"] == {
-        "llama_call": (None, scope["llama_callback"], ctypes.c_uint64),
+    assert declared.functions == {
+        "llama_call": (None, declared.types["llama_callback"], ctypes.c_uint64),
         "llama_make": (outer, ctypes.c_int, ctypes.c_void_p, tokens),
     }
-    assert scope["CPU_FUNCTIONS"] == {"ggml_pool": (ctypes.c_void_p,)}
+    assert declared.cpu == {"ggml_pool": (ctypes.c_void_p,)}
     pixels = ctypes.POINTER(ctypes.c_uint8)
-    assert scope["MEDIA_FUNCTIONS"] == {"mtmd_make": (ctypes.c_void_p, pixels)}, "an alias of its own name"
+    assert declared.media == {"mtmd_make": (ctypes.c_void_p, pixels)}, "an alias of its own name"

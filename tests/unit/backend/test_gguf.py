@@ -6,8 +6,9 @@ import struct
 from pathlib import Path
 
 import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.gguf import TENSOR_TYPES, GgufHeader
 from cllm.errors import ModelFileError
 from tests.tiny_models import make_dense
 
@@ -21,6 +22,10 @@ def test_a_good_file_is_read(good: Path) -> None:
     header = GgufHeader(good)
     assert header.architecture == "llama" and header.context_train == 4096 and len(header.tensors) > 10
     assert header.vocabulary == 512 and header.file_bytes - 40_000 < header.data_bytes < header.file_bytes
+
+
+def test_the_table_of_types_is_that_of_the_package_gguf() -> None:
+    assert {kind.name: (kind, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType} == TENSOR_TYPES
 
 
 def refusal(path: Path) -> str:

@@ -63,6 +63,17 @@ def test_what_passed_is_remembered(config: EngineConfig, monkeypatch: pytest.Mon
     assert record.suffix == ".json", "nothing half-written stays"
 
 
+def test_a_model_is_known_by_its_content(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, model = Machine(), Path(config.model)
+    start(config, machine, monkeypatch)
+    moved = model.rename(model.with_name("moved.gguf"))
+    start(msgspec.structs.replace(config, model=str(moved)), machine, monkeypatch)
+    assert machine.probes == 1
+    moved.write_bytes(b"GGML")
+    start(msgspec.structs.replace(config, model=str(moved)), machine, monkeypatch)
+    assert machine.probes == 2
+
+
 def test_settings_that_no_library_serves_are_probed_once(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

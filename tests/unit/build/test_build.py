@@ -177,7 +177,9 @@ class Steps:
         self.done.append("library, forced" if force else "library")
         return Path("the-library")
 
-    def _compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> dict[str, str]:
+    def _compile(
+        self, work: Path, settings: list[str], targets: list[str], jobs: int, project: None
+    ) -> dict[str, str]:
         self.done.append(f"{' '.join(targets)}, {jobs} jobs")
         (work / "bin").mkdir()
         for name in ("libggml-vulkan.so", "libggml-base.so", "libggml.so"):

@@ -70,7 +70,7 @@ def test_cuda_is_built_for_the_architectures_that_are_here(tmp_path: Path) -> No
     nvcc = install(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
     options = plan_module("cuda", Drivers((H200, T4, H200)), GCC)
     assert options == ModuleOptions("cuda", GCC, nvcc, ("75", "90"))
-    arguments = options.cmake_arguments(tmp_path)
+    arguments = options.cmake_arguments()
     assert {"-DCMAKE_CUDA_ARCHITECTURES=75-real;90-real", "-DGGML_CUDA=ON"} <= set(arguments)
     assert {"-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF"} <= set(arguments)
     assert any(word.startswith("-DCMAKE_INSTALL_RPATH=$ORIGIN;") for word in arguments)
@@ -109,8 +109,8 @@ def test_vulkan_needs_its_headers_too(tmp_path: Path, monkeypatch: pytest.Monkey
     headers.add("spirv/unified1/spirv.hpp")
     options = plan_module("vulkan", NO_GPU, GCC)
     assert options == ModuleOptions("vulkan", GCC, glslc)
-    arguments = options.cmake_arguments(tmp_path)
-    assert {"-DGGML_VULKAN=ON", f"-DCMAKE_CXX_FLAGS=-include {tmp_path}/old_vulkan.hpp"} <= set(arguments)
+    arguments = options.cmake_arguments()
+    assert {"-DGGML_VULKAN=ON", f"-DCMAKE_CXX_FLAGS=-include {module.OLD_VULKAN}"} <= set(arguments)
 
 
 def test_nvcc_is_found_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_compiler_too_new_for_the_driver_is_refused(tmp_path: Path) -> None:
 def test_the_toolkit_is_where_nvcc_says_it_is(tmp_path: Path) -> None:
     script = install(tmp_path / "bin" / "nvcc", "#$ _HERE_=/opt/cuda-13/bin")
     assert "-DCMAKE_INSTALL_RPATH=$ORIGIN;/opt/cuda-13/lib64;/opt/cuda-13/lib" in (
-        ModuleOptions("cuda", GCC, script, ("90",)).cmake_arguments(tmp_path)
+        ModuleOptions("cuda", GCC, script, ("90",)).cmake_arguments()
     )
 
 

@@ -387,6 +387,17 @@ def test_too_many_loads_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.
     assert (again := tier.load(second)) is not None and again.result(30) is not None
 
 
+def test_a_load_that_has_ended_is_shared_while_one_has_it(tmp_path: Path) -> None:
+    Tier(tmp_path).write(make(words(1)))
+    tier = Tier(tmp_path)
+    entry = tier.find(words(1))
+    assert entry is not None
+    load = tier.load(entry)
+    assert load is not None and load.done() and tier.load(entry) is load and tier.loads == 1
+    del load
+    assert tier.load(entry) is not None and tier.loads == 2, "its state is not kept"
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("call", ["open", "replace", "mkdir"])
 def test_a_folder_that_takes_no_more_is_said_once_and_tried_again(
