@@ -79,13 +79,6 @@ def test_a_switch_leaves_nothing_behind(runner: LlamaRunner, folder: Path) -> No
     assert says(runner, seq_id=2) == base
 
 
-def test_a_switch_is_measured_at_the_first_load(runner: LlamaRunner, folder: Path) -> None:
-    assert runner.switch_s == 0
-    load(runner, folder / "1.gguf")
-    assert 0 < runner.switch_s < 5
-    assert runner.next_position(0) == 0
-
-
 def test_unloading_the_set_in_use_goes_back_to_the_base(runner: LlamaRunner, folder: Path) -> None:
     base = says(runner)
     digest = load(runner, folder / "1.gguf")
