@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cllm.adapters import parse_adapter
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share, used_outputs
 from cllm.backend.llama.draft_model import draft_config
 from cllm.backend.llama.dry_load import HOST, DryLoad, Sizes
