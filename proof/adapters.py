@@ -45,7 +45,8 @@ CELLS = 1024  # of one request, and of all together where they are crowded
 KILLS = 6
 STREAMS = 4  # beside loads
 TARGET_S = 0.25  # between two tokens
-MAX_GROWTH = 2 << 20  # bytes, in half of the loads
+WIDE = 512  # rank of what is loaded again and again
+MAX_GROWTH = 0.1  # of what half of the loads take
 PREFIX_TOKENS = 2000  # before the invocation of aLoRAs
 SETTLE_S = 3.0  # idle, before a restart: states are written behind
 FAILURES = "the engine died|ended by signal|crash"  # that a kill leaves in the log
@@ -146,8 +147,19 @@ def check_loads(count: int, at_once: int) -> tuple[Table, list[str]]:
     gaps, memory = {}, []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(STREAMS) as pool:
         folder = Path(name)
-        kept, late = (make_adapter(folder / f"{seed}.gguf", seed=seed) for seed in (1, 2))
-        flags = ("--adapter", f"red={kept}", "--model-dir", name, "--parallel", str(STREAMS))
+        kept, late = (make_adapter(folder / f"{rank}.gguf", rank=rank) for rank in (4, WIDE))
+        leaked = late.stat().st_size * count / 2  # if nothing were freed
+        # What streams leave in RAM is not what is measured.
+        flags = (
+            "--adapter",
+            f"red={kept}",
+            "--model-dir",
+            name,
+            "--parallel",
+            str(STREAMS),
+            "--cache-ram-mb",
+            "0",
+        )
         with Server(folder / "log", str(make_dense(folder / "base.gguf")), *flags) as server:
             client = Client(Address("127.0.0.1", server.port))
             for phase in ("before", "meanwhile"):
@@ -164,7 +176,7 @@ def check_loads(count: int, at_once: int) -> tuple[Table, list[str]]:
                 stop.set()
                 gaps[phase] = [gap for stream in streams for gap in stream.result()]
     grown = median(memory[-len(memory) // 4 :]) - median(memory[len(memory) // 4 : len(memory) // 2])
-    faults = [f"FAIL: memory grew by {grown / 2**20:.1f} MiB"] if grown > MAX_GROWTH else []
+    faults = [f"FAIL: memory grew by {grown / 2**20:.1f} MiB"] if grown > MAX_GROWTH * leaked else []
     if (worst := max(gaps["meanwhile"])) > max(TARGET_S, 2 * max(gaps["before"])):
         faults.append(f"FAIL: a stream waited {1e3 * worst:.0f} ms")
     rows = [

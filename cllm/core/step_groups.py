@@ -129,17 +129,19 @@ class AdapterTurns:
         self._switches_s: deque[float] = deque(maxlen=self.REMEMBERED)
 
     @property
-    def switch_s(self) -> float | None:
-        """What a change of the set costs, of the last ones; None before the first."""
-        return median(self._switches_s) if self._switches_s else None
+    def switch_s(self) -> float:
+        """What a change of the set costs, of the last ones; 0 before the first."""
+        return median(self._switches_s or (0.0,))
 
     @property
     def due(self) -> bool:
         """Whether another set waits and this turn is over."""
-        others, switch_s = len(self._spent_s) - 1, self.switch_s
-        if others < 1 or switch_s is None:
-            return others > 0 and len(self._first) > self._slowed
-        return self._turn_s >= min(self.MIN_SWITCHES * switch_s, self._budget.max_wait_s / others)
+        others = len(self._spent_s) - 1
+        if others < 1 or self._turn_s >= self._budget.max_wait_s / others:
+            return others > 0
+        if len(self._switches_s) < self.REMEMBERED and len(self._first) <= self._slowed:
+            return False  # long enough to measure its switch
+        return self._turn_s >= self.MIN_SWITCHES * self.switch_s
 
     @property
     def _slowed(self) -> int:

@@ -122,7 +122,7 @@ class EngineAdapters:
 
     def _forget(self, name: str) -> None:
         for known in (self._by_name, self._added, self.scales):
-            known.pop(name, None)  # type: ignore[attr-defined]
+            known.pop(name, None)
 
     def _count_users(self, name: str) -> int:
         digest = self._by_name[name].digest
