@@ -85,6 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     apply_adapters: Annotated[
         bool, _rare("Compute requests that name no adapter with all of --adapter, as llama-server does.")
     ] = False
+    adapter_mb: Annotated[
+        int, _rare("Memory for adapters loaded at run time, MiB; the least recently used are unloaded.", 0)
+    ] = 1024
     chat_template: Annotated[
         str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""

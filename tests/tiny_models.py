@@ -180,13 +180,26 @@ def make_adapter(
     rank: int = 4,
     gain: float = 1.0,
     invocation: Sequence[int] = (),
+    model: Path | None = None,
+    weights: Sequence[str] = ("attn_q", "attn_v"),
     **metadata: str,
 ) -> Path:
     """Write a LoRA adapter of random matrices for ``make_dense``; the same arguments give the same bytes.
 
-    ``gain`` is the standard deviation of what it adds to a query, a value and an output. With ``invocation``
-    it is an aLoRA. ``metadata`` replaces entries, a double underscore is a dot. Returns ``path``.
+    ``gain`` is the standard deviation of what it adds to a query and a value. With ``invocation`` it is an
+    aLoRA. With ``model`` it is for that file, and adapts the ``weights`` of each layer that has them.
+    ``metadata`` replaces entries, a double underscore is a dot. Returns ``path``.
     """
+    width = {"attn_q": HEADS * HEAD_WIDTH, "attn_v": KEY_VALUE_HEADS * HEAD_WIDTH}
+    sizes = {
+        f"blk.{layer}.{name}.weight": (EMBEDDING, width[name]) for layer in range(LAYERS) for name in width
+    }
+    if model is not None:
+        reader = gguf.GGUFReader(model)
+        architecture = reader.fields["general.architecture"].contents()
+        ends = tuple(f".{name}.weight" for name in weights)
+        shapes = {tensor.name: tensor.shape for tensor in reader.tensors if tensor.name.endswith(ends)}
+        sizes = {name: (int(shape[0]), int(shape[1])) for name, shape in shapes.items()}
     writer = gguf.GGUFWriter(path, architecture)
     kinds = {"general.type": "adapter", "adapter.type": "lora"}
     for key, value in (kinds | {name.replace("__", "."): value for name, value in metadata.items()}).items():
@@ -200,13 +213,9 @@ def make_adapter(
             sub_type=gguf.GGUFValueType.UINT32,
         )
     random = np.random.default_rng(1000 + seed)
-    sizes = {"attn_q": HEADS * HEAD_WIDTH, "attn_v": KEY_VALUE_HEADS * HEAD_WIDTH}
-    for layer in range(LAYERS):
-        for name, outputs in sizes.items():
-            first = make_matrix(random, rank, EMBEDDING, 1.0)
-            second = make_matrix(random, outputs, rank, gain)
-            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", first)
-            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", second)
+    for name, (inputs, outputs) in sizes.items():
+        writer.add_tensor(f"{name}.lora_a", make_matrix(random, rank, inputs, 1.0))
+        writer.add_tensor(f"{name}.lora_b", make_matrix(random, outputs, rank, gain))
     return write(writer, path)
 
 

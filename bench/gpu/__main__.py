@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import adapters
 from bench.figures import LoadResult, decode_rate, first_tokens, percentile
 from bench.gpu import models
 from bench.load import run_load
@@ -188,6 +189,7 @@ def main(
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = OUTPUT,
     budget_s: Annotated[float, typer.Option(help="No row is begun after this")] = 480.0,
     folder: Annotated[Path, typer.Option(help="Where the models are made")] = Path("/tmp"),
+    lora: Annotated[bool, typer.Option("--adapters", help="Run `bench.adapters` instead")] = False,
 ) -> None:
     """Measure what is not yet in OUT/rows.jsonl."""
     deadline = time.monotonic() + budget_s
@@ -199,6 +201,9 @@ def main(
             started = time.monotonic()
             models.make(path, name, vocabulary)
             print(f"made {path.name} in {time.monotonic() - started:.0f} s", flush=True)
+        if lora:
+            adapters.run(path, out=out / name, llama_server=llama_server, rounds=rounds, output=output)
+            continue
         peers = make_peers(path, llama_server, only)
         counts = streams or STREAMS[name]
         measure_model(table, name, path, peers, counts, out / "logs", rounds, output, deadline)

@@ -98,7 +98,7 @@ class Batch(NamedTuple):
     gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
     step: so the ids have no gaps.
 
-    `adapter` is the key of the set of adapters that all rows are computed with; changing it takes `switch_s`.
+    `adapter` is the key of the set of adapters that all rows are computed with; changing it takes time.
     """
 
     rows: tuple[Row, ...]
@@ -174,7 +174,6 @@ class ModelRunner(Protocol):
     stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
-    switch_s: float = 0.0  # to change the set of adapters, as measured when the first one was loaded
     media_width: int = 0  # elements of a media row
 
     def submit(self, batch: Batch) -> None:

@@ -163,6 +163,11 @@ class PrefillBudget:
         return self.AIM * self.target_s / (self.sets + self.alternates)
 
     @property
+    def max_wait_s(self) -> float:
+        """What a sequence may wait where keeping the target costs too much."""
+        return self.max_overrun * self.target_s
+
+    @property
     def waited_for(self) -> bool:
         """Whether streams wait for each step that are not in it: of another engine, or of another set."""
         return self.contended or self.sets > 1
@@ -315,7 +320,7 @@ class PrefillBudget:
         if not kept:
             most = max((chunk for chunk in chunks if chunk not in tiles), default=smallest)
             kept = bisect_largest(smallest, most, lambda chunk: cost.seconds(chunk) <= self.max_step_s)
-        limit_s = self.max_overrun * self.target_s / (self.sets + self.alternates)
+        limit_s = self.max_wait_s / (self.sets + self.alternates)
         longer = [chunk for chunk in chunks if chunk > kept and cost.seconds(chunk) <= limit_s]
         if not longer:
             return kept

@@ -7,10 +7,12 @@ of sequences, or inputs to embed. Groups with work share the time that steps tak
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
-from cllm.backend.base import Batch, ModelRunner, StepResult
+from cllm.backend.base import RECORDED_AFTER, Batch, ModelRunner, StepResult
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.errors import CllmError
 from cllm.types import Failure, FinishReason, Request
@@ -108,12 +110,14 @@ class GroupTurns:
 class AdapterTurns:
     """Gives steps to the sequences of one set of adapters at a time: a context computes with one.
 
-    A change of the set takes `switch_s` of the runner. So a set keeps its turn until its steps took
-    `MIN_SWITCHES` times that, or it has no sequence left. The next is the set that has taken the least time.
-    With one set, there are no turns.
+    Where the set changes, llama.cpp plans its largest graphs anew, and a GPU has no recording of the steps.
+    The first steps of a turn show what that costs. So a set keeps its turn until its steps took
+    `MIN_SWITCHES` times that, unless others would wait longer than they may, or it has no sequence left. The
+    next is the set that has taken the least time. With one set, there are no turns.
     """
 
     MIN_SWITCHES = 10  # a tenth of the time at most goes into switches
+    REMEMBERED = 5  # switches: noise makes one longer, and another one shorter
 
     def __init__(self, runner: ModelRunner, budget: PrefillBudget) -> None:
         self._runner, self._budget = runner, budget
@@ -121,11 +125,28 @@ class AdapterTurns:
         self._spent_s: dict[str, float] = {}  # by the sets that have sequences, while there are several
         self._turn_s = 0.0  # taken by this turn
         self._computed = ""  # the set of the last step
+        self._first: list[tuple[int, float]] = []  # tokens and seconds of this turn's first steps
+        self._switches_s: deque[float] = deque(maxlen=self.REMEMBERED)
+
+    @property
+    def switch_s(self) -> float:
+        """What a change of the set costs, of the last ones; 0 before the first."""
+        return median(self._switches_s or (0.0,))
 
     @property
     def due(self) -> bool:
         """Whether another set waits and this turn is over."""
-        return len(self._spent_s) > 1 and self._turn_s >= self.MIN_SWITCHES * self._runner.switch_s
+        others = len(self._spent_s) - 1
+        if others < 1 or self._turn_s >= self._budget.max_wait_s / others:
+            return others > 0
+        if len(self._switches_s) < self.REMEMBERED and len(self._first) <= self._slowed:
+            return False  # long enough to measure its switch
+        return self._turn_s >= self.MIN_SWITCHES * self.switch_s
+
+    @property
+    def _slowed(self) -> int:
+        """Steps that a switch makes longer."""
+        return 1 + (RECORDED_AFTER if self._runner.asynchronous else 0)
 
     def choose(self, running: dict[int, Scheduled]) -> dict[int, Scheduled]:
         """The sequences, by slot, of the set whose turn it is; all of them where they have the same."""
@@ -151,4 +172,16 @@ class AdapterTurns:
         self._turn_s += step_s
         if batch.adapter in self._spent_s:
             self._spent_s[batch.adapter] += step_s
+        if not steady:
+            self._first.clear()
+        if len(self._first) <= self._slowed:
+            unswitched = steady and not self._first
+            self._first.append((-1 if unswitched else batch.token_count, result.compute_s))
+            self._measure()
         return steady
+
+    def _measure(self) -> None:
+        """Compare the first steps of a turn with the one after them, if all compute as many tokens."""
+        counts, seconds = zip(*self._first, strict=True)
+        if len(seconds) > self._slowed and len(set(counts)) == 1:
+            self._switches_s.append(max(0.0, sum(seconds) - len(seconds) * seconds[-1]))

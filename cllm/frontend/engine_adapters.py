@@ -28,7 +28,8 @@ Call = Callable[[Callable[[int], Command]], "Future[Any]"]
 class EngineAdapters:
     """Names are of the clients, digests of the engine. A new engine gets the adapters of the last one.
 
-    The id of an adapter, as llama-server counts, is its place in `loaded`.
+    Those that are loaded at run time take `max_bytes` at most: the least recently used goes, if no request
+    needs it. The id of an adapter, as llama-server counts, is its place in `loaded`.
     """
 
     def __init__(self, call: Call, prompts: Callable[[], Iterable[Prompt]]) -> None:
@@ -36,15 +37,18 @@ class EngineAdapters:
         self._call, self._prompts = call, prompts
         self._by_name: dict[str, Adapter] = {}  # without a digest while it is loaded
         self.scales: dict[str, float] = {}  # by name, for requests that name no adapter
+        self._added: dict[str, None] = {}  # names loaded at run time, the least recently used first
+        self.max_bytes = 1 << 62  # of these
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
         return tuple(adapter for adapter in self._by_name.values() if adapter.digest)
 
     @property
-    def size(self) -> int:
-        """Bytes of all of them."""
-        return sum({adapter.digest: adapter.size for adapter in self.loaded}.values())
+    def added_bytes(self) -> int:
+        """Bytes of those that were loaded at run time."""
+        added = (self._by_name[name] for name in self._added)
+        return sum({adapter.digest: adapter.size for adapter in added}.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name and bool(self._by_name[name].digest)
@@ -55,6 +59,20 @@ class EngineAdapters:
             listed = ", ".join(adapter.name for adapter in self.loaded) or "none"
             raise ModelNotFound(f"no adapter {name[:64]!r} is loaded here; those that are: {listed}")
         return self._by_name[name]
+
+    async def add(self, adapter: Adapter) -> Adapter:
+        """Load an adapter at run time, and unload others for it. Raises AdapterRefused, AdapterBusy."""
+        added = await self.load(adapter)
+        self._added[added.name] = None
+        while self.added_bytes > self.max_bytes:
+            idle = (name for name in self._added if not self._count_users(name) and not self.scales.get(name))
+            name = next(idle, added.name)
+            await self.unload(name)
+            if name == added.name:
+                limit = f"it takes {added.size} bytes, and --adapter-mb {self.max_bytes >> 20} leaves no room"
+                raise AdapterBusy(f"adapter {name}: {limit} beside those in use; try again, or raise it")
+            log.info("adapter %s is unloaded for %s: it was the least recently used", name, added.name)
+        return added
 
     async def load(self, adapter: Adapter) -> Adapter:
         """Load an adapter under its name. Raises AdapterRefused; AdapterBusy where the name is taken."""
@@ -80,10 +98,9 @@ class EngineAdapters:
     async def unload(self, name: str) -> Adapter:
         """Free an adapter. Raises AdapterBusy while requests need it, ModelNotFound."""
         adapter = self.get(name)
-        if used := sum(adapter.digest in split_key(prompt.adapter) for prompt in self._prompts()):
+        if used := self._count_users(name):
             raise AdapterBusy(f"adapter {name} has {used} requests; try again when they have ended")
-        del self._by_name[name]
-        self.scales.pop(name, None)
+        self._forget(name)
         if all(other.digest != adapter.digest for other in self._by_name.values()):
             await asyncio.wrap_future(self._call(lambda each: UnloadAdapter(each, adapter)))
         return adapter
@@ -91,7 +108,7 @@ class EngineAdapters:
     def take_over(self, other: EngineAdapters) -> None:
         """Have what another engine has; `restore` loads it."""
         self._by_name = {adapter.name: adapter for adapter in other.loaded}
-        self.scales = dict(other.scales)
+        self.scales, self._added, self.max_bytes = dict(other.scales), dict(other._added), other.max_bytes
 
     def restore(self) -> None:
         """Load all of them into a new engine, before any request; one whose file has changed is gone."""
@@ -101,14 +118,23 @@ class EngineAdapters:
     def _lose(self, name: str, done: Future[Any]) -> None:
         if not done.cancelled() and isinstance(error := done.exception(), AdapterRefused):
             log.error("it is not loaded any more: %s", error)
-            del self._by_name[name]
-            self.scales.pop(name, None)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for known in (self._by_name, self._added, self.scales):
+            known.pop(name, None)
+
+    def _count_users(self, name: str) -> int:
+        digest = self._by_name[name].digest
+        return sum(digest in split_key(prompt.adapter) for prompt in self._prompts())
 
     # Requests ----------------------------------------------------------------------------------------
 
     def choose(self, scales: Mapping[str, float] | None = None) -> str:
         """Key of the set with these scales by name, or of that which is set for all. Raises ModelNotFound."""
         chosen = self.scales if scales is None else scales
+        for name in self._added.keys() & chosen.keys():
+            self._added[name] = self._added.pop(name)  # the most recently used
         return join_key({self.get(name).digest: scale for name, scale in chosen.items()}.items())
 
     def choose_by_id(self, scales: Mapping[int, float]) -> dict[str, float]:

@@ -130,6 +130,7 @@ class Loader(Protocol):
 
 async def load_adapters(engine: EngineClient, config: EngineConfig) -> None:
     """Load the adapters that the settings of an engine name. Raises AdapterRefused."""
+    engine.adapters.max_bytes = config.adapter_mb << 20
     await engine.adapters.load_all(config.adapter, apply=config.apply_adapters)
 
 
@@ -234,7 +235,7 @@ class ServedModel:
         """Bytes that its engines take, by device, as predicted."""
         needed = dict(self.prepared.memory) if self.prepared is not None else {}
         if self.engine is not None and needed:  # where most of the weights are
-            needed[max(needed, key=needed.__getitem__)] += self.engine.adapters.size
+            needed[max(needed, key=needed.__getitem__)] += self.engine.adapters.added_bytes
         return {device: size * len(self.engines) for device, size in needed.items() if self.engines}
 
     @property
@@ -250,7 +251,7 @@ class ServedModel:
             raise Forbidden("the model of this server cannot be changed")
         assert self.engine is not None
         path = self._loader.find_file(file)
-        return await self.engine.adapters.load(Adapter(name=name, file=str(path), scale=scale))
+        return await self.engine.adapters.add(Adapter(name=name, file=str(path), scale=scale))
 
     @property
     def state(self) -> ModelState:

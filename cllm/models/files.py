@@ -100,12 +100,12 @@ def parse_file_type(description: str) -> FileType:
     return FileType(found[1] + rest, quant)
 
 
-def group_files(sizes: Mapping[str, int]) -> list[ModelFiles]:
-    """The models among files with their sizes; companions are left out, and what is no GGUF."""
+def group_files(sizes: Mapping[str, int], wanted: str = "") -> list[ModelFiles]:
+    """The models among files with their sizes; what is no GGUF is left out, and companions but `wanted`."""
     found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in sizes:
         folder, _, file = name.rpartition("/")
-        if file.lower().endswith(".gguf") and not _COMPANION.search(file):
+        if file.lower().endswith(".gguf") and (name == wanted or not _COMPANION.search(file)):
             stem, number, count = _split(file)
             found.setdefault((folder, stem, count), {})[number] = name
     models = []

@@ -53,7 +53,7 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
     """List a repository and choose the model that a reference means. Raises HubError or ModelFileError."""
     listing = hub.list_files(reference.revision)
     files = {file.path: file for file in listing.files}
-    models = group_files({path: file.size for path, file in files.items()})
+    models = group_files({path: file.size for path, file in files.items()}, reference.quant)
     chosen = choose_files(models, reference.quant, str(reference._replace(quant="")))
     if not chosen.whole:
         here = f"{len(chosen.names)} of {chosen.parts} parts"

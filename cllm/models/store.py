@@ -111,7 +111,7 @@ def find_stored(reference: HubReference) -> StoredModel | None:
         repository = HfRepository(reference.repo)
         snapshots = repository.find_snapshots(reference.revision)
     for folder in snapshots:
-        whole = [model for model in group_files(_sizes(folder)) if model.whole]
+        whole = [model for model in group_files(_sizes(folder), reference.quant) if model.whole]
         with suppress(ModelFileError):
             chosen = choose_files(whole, reference.quant, "the cache")
             root = folder if reference.hub == "ms" else repository.folder

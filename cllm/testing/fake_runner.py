@@ -205,6 +205,7 @@ class FakeRunner(ModelRunner):
         self.adapters: dict[str, int] = {}
         self._adapter = ""  # key of the set in use
         self.switches = 0  # of it
+        self.switch_s = 0.0  # that each takes
 
     def _native(self, name: str) -> StepStatus | None:
         number, self.calls = self.calls, self.calls + 1
@@ -224,7 +225,8 @@ class FakeRunner(ModelRunner):
 
     def _decode(self, batch: Batch) -> StepResult:
         self._check(batch)
-        self.switches += batch.adapter != self._adapter
+        switched = batch.adapter != self._adapter
+        self.switches += switched
         self._adapter = batch.adapter
         status = self._native("collect")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
@@ -243,7 +245,8 @@ class FakeRunner(ModelRunner):
             self.memory[row.seq_id].extend(token | mark(batch.adapter) for token in row.tokens)
             result = self._sample(row) if row.outputs else RowResult()
             results.append(result._replace(scored=self._score(row)))
-        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+        compute_s = self.step_s + self.switch_s * switched
+        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=compute_s)
 
     def _sample(self, row: Row) -> RowResult:
         """Sample token after token while drafts are accepted. Rejected draft tokens stay in memory."""

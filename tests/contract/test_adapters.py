@@ -7,13 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from cllm.adapters import Adapter, join_key
 from cllm.backend.base import Batch
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.runner import LlamaRunner
+from cllm.config import EngineConfig
 from cllm.errors import AdapterRefused
-from tests.driver.engine import words
-from tests.driver.kinds import Kind, open_runner
+from tests.contract.test_spec_decode import knowing
+from tests.driver.engine import StepDriver, Tokens, words
+from tests.driver.kinds import HYBRIDS, RECURRENT, Kind, open_runner
 from tests.driver.runner import native, row
 from tests.tiny_models import make_adapter, merge_adapters
 
@@ -77,13 +82,6 @@ def test_a_switch_leaves_nothing_behind(runner: LlamaRunner, folder: Path) -> No
     assert says(runner) == base
     assert [says(runner, key) for key in reversed(keys)] == alone[::-1]
     assert says(runner, seq_id=2) == base
-
-
-def test_a_switch_is_measured_at_the_first_load(runner: LlamaRunner, folder: Path) -> None:
-    assert runner.switch_s == 0
-    load(runner, folder / "1.gguf")
-    assert 0 < runner.switch_s < 5
-    assert runner.next_position(0) == 0
 
 
 def test_unloading_the_set_in_use_goes_back_to_the_base(runner: LlamaRunner, folder: Path) -> None:
@@ -177,3 +175,48 @@ def test_a_file_that_changed_under_its_name_is_refused(
 def test_invocation_tokens_of_an_alora_are_read(runner: LlamaRunner, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "x.gguf", invocation=(60, 61, 62))
     assert runner.check_adapter(Adapter(name="x", file=str(path))).invocation == (60, 61, 62)
+
+
+def test_the_memory_of_adapters_is_predicted(models: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "wide.gguf", rank=64)
+    header = GgufHeader(models["dense"])
+    config = EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=1024, gpu_layers=0)
+    one, two = f"a={path}", f"b={folder / '1.gguf'}:0.5"
+    base, fit = (MemoryFit(header, replace(config, adapter=each)) for each in ((), (one, two)))
+    with LlamaRunner(config) as runner:
+        load(runner, path)
+        load(runner, folder / "1.gguf")
+        real = runner.memory_bytes()["adapters"]
+    assert fit.needed - base.needed == fit.adapters
+    assert real <= fit.adapters <= 1.1 * real + 4096
+
+
+@pytest.mark.parametrize("kind", (RECURRENT, *HYBRIDS), ids=lambda kind: kind.label)
+def test_states_of_recurrent_models_are_of_their_set(
+    kind: Kind, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Sets take turns while drafts are rolled back: each text is the one alone."""
+    weights = ("ssm_in", "ssm_out", "attn_q", "attn_v", "attn_output")
+    runner = open_runner(models, kind, sequences=4)
+    keys = [""]
+    for seed in (1, 2):
+        path = make_adapter(tmp_path / f"{seed}.gguf", seed=seed, model=models[kind.model], weights=weights)
+        keys.append(join_key([(load(native(runner), path), 1.0)]))
+    prompts = [words(seed, 20) for seed in range(3)]
+    texts: dict[tuple[str, Tokens], Tokens] = {}
+    for key in keys:
+        for prompt in prompts:
+            driver = StepDriver(runner, new_drafter=knowing([], 0.0))
+            name = driver.add(prompt, 24, adapter=key, ignore_eos=True)
+            texts[key, prompt] = driver.finish()[name].tokens
+    assert len(set(texts.values())) == len(texts)
+    whole = [prompt + text for (_, prompt), text in texts.items()]
+    driver = StepDriver(runner, new_drafter=knowing(whole, 0.3))
+    names = {driver.add(prompt, 24, adapter=key, ignore_eos=True): (key, prompt) for key, prompt in texts}
+    answers = driver.finish()
+    assert {name: answers[name].tokens for name in names} == {
+        name: texts[each] for name, each in names.items()
+    }
+    if native(runner).limits.rollback_tokens:
+        assert sum(answers[name].work.accepted_tokens for name in names) > 0
+    runner.close()

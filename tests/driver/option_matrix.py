@@ -353,6 +353,7 @@ REASONS = {
     "cluster": "needs a Ray cluster: `proof/cluster.py`, and tests/e2e/test_cluster.py without Ray",
     "adapter": "its files are made by tests/e2e/test_adapters.py, which tries it",
     "apply_adapters": "the same",
+    "adapter_mb": "the same",
     "help_all": "prints and exits",
 }
 RISKY = tuple(row for row in ROWS if row.risky)

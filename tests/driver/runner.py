@@ -125,10 +125,6 @@ class CheckedRunner(ModelRunner):
         return restored
 
     @property
-    def switch_s(self) -> float:  # type: ignore[override]
-        return self.inner.switch_s
-
-    @property
     def open_samplers(self) -> int:
         if isinstance(self.inner, FakeRunner):
             return self.inner.open_samplers

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cllm.adapters import parse_adapter
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share, used_outputs
 from cllm.backend.llama.draft_model import draft_config
 from cllm.backend.llama.dry_load import HOST, DryLoad, Sizes
@@ -68,6 +69,12 @@ def list_free_devices() -> list[Device]:
     return [device._replace(free=min(limit, device.free + freed)) for device, limit, freed in rooms]
 
 
+def read_adapter_bytes(text: str) -> int:
+    """Bytes of an adapter of the settings; 0 where there is no file: its load says what is wrong."""
+    path = Path(parse_adapter(text).file)
+    return path.stat().st_size if path.is_file() else 0
+
+
 class EmbeddingMemory(NamedTuple):
     """Memory of the embedding context, bytes. An upper estimate: llama.cpp reports it only afterwards."""
 
@@ -120,6 +127,7 @@ class MemoryFit:
         Raises SetupError.
         """
         self._header, self._config, self._scale = header, config, scale
+        self.adapters = sum(map(read_adapter_bytes, config.adapter))  # of those from the start
         self._placer = Placer(header, config, devices)
         self.available = available_memory()  # bytes of the host's; None where they are unknown
         self._asked = config.parallel or min(config.slots, MAX_PARALLEL)  # requests at a time; 0 if any
@@ -239,11 +247,14 @@ class MemoryFit:
         if config.draft_model:
             drafts = self._dry.measure(draft_config(config, config.max_request_tokens or share))
 
+        weights = sum(sizes.model for sizes in found.values())
+
         def place(name: str, free: int | None, more: int, reserve: int = 0) -> Place:
             sizes, draft = found.get(name, Sizes()), sum(drafts.get(name, Sizes()))
             if not any(sizes) and not draft:
                 return Place(name, free)
-            model = int(sizes.model * self._scale)
+            # An adapter lies where the weights are that it changes.
+            model = int(sizes.model * (self._scale + self.adapters / max(1, weights)))
             return Place(name, free, model, sizes.kv, sizes.compute + more, draft, reserve)
 
         scratch = self._placer.converted(share * max(config.slots, parallel))

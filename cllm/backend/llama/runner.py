@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cllm.adapters import Adapter, join_key
+from cllm.adapters import Adapter
 from cllm.backend.base import (
     RECORDED_AFTER,
     Batch,
@@ -42,7 +42,6 @@ from cllm.types import SamplingParams
 MAX_SAMPLER_THREADS = 12
 MEASURED_DRAFT = 8  # tokens
 MEASURED_ROUNDS = 3
-MEASURED_SWITCHES = 2  # to each of two sets: streams may wait meanwhile
 MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
 REMEMBERED_STEPS = 8
 
@@ -160,31 +159,13 @@ class LlamaRunner(LlamaContext, ModelRunner):
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
         return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)
 
-    def _measure_switch(self, key: str) -> float:
-        """Seconds that a change of the set of adapters costs the steps after it; 0 if no slot is empty.
-
-        llama.cpp then plans its largest graphs anew, and a GPU has no recording of the steps.
-        """
-        empty = next((slot for slot in range(self.limits.sequences) if not self.next_position(slot)), None)
-        if empty is None or not self.info.generates:
-            return 0.0
-        used, steps = self._adapters.key, 1 + (RECORDED_AFTER if self.asynchronous else 0)
-        shortest = {True: math.inf, False: math.inf}
-        for each in (key, "") * MEASURED_SWITCHES:
-            self._adapters.use(each)
-            for switched in shortest:
-                seconds = [self._decode_s(1, empty) for _ in range(steps)]
-                shortest[switched] = min(shortest[switched], sum(seconds) if all(seconds) else math.inf)
-        self._adapters.use(used)
-        return max(0.0, shortest[True] - shortest[False]) if shortest[True] < math.inf else 0.0
-
-    def _decode_s(self, tokens: int, seq_id: int = 0) -> float:
+    def _decode_s(self, tokens: int) -> float:
         """Seconds to compute `tokens` tokens of an empty sequence, each with output; 0 if that fails."""
         started = time.perf_counter()
-        code = self.decode((Row(seq_id, 0, (0,) * tokens, tokens, None),))
+        code = self.decode((Row(0, 0, (0,) * tokens, tokens, None),))
         self.api.llama_synchronize(self.pointer)
         seconds = time.perf_counter() - started
-        self.remove(seq_id)
+        self.remove(0)
         return 0.0 if code else seconds
 
     def submit(self, batch: Batch) -> None:
@@ -290,7 +271,6 @@ class LlamaRunner(LlamaContext, ModelRunner):
 
     def load_adapter(self, adapter: Adapter) -> None:
         self._adapters.load(adapter)
-        self.switch_s = self.switch_s or self._measure_switch(join_key([(adapter.digest, 1.0)]))
 
     def unload_adapter(self, digest: str) -> None:
         self._adapters.unload(digest)

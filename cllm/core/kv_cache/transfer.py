@@ -81,7 +81,7 @@ class KVTransfer:
         if self._device_copy_s is not None:
             return self._device_copy_s
         seconds, budget = self.move_s(self.state_bytes(tokens)), self._budget
-        return seconds if seconds <= budget.max_overrun * budget.target_s else math.inf
+        return seconds if seconds <= budget.max_wait_s else math.inf
 
     def relocate(self, source: int, target: int, position: int) -> bool:
         """Bring what a slot holds to an empty one as well; False if that fails."""
@@ -170,7 +170,7 @@ class KVTransfer:
         """Whether saving a state takes less than it will save, and less than what it pushes out would."""
         seconds, chance = self.cost.save_s(size), self.host.returns.chance(content.used, len(content.tokens))
         spent_s, budget = self.seconds - self.step_began_s, self._budget
-        if others and spent_s + seconds > budget.max_overrun * budget.target_s:
+        if others and spent_s + seconds > budget.max_wait_s:
             return False
         gained_s = chance * (new * self.token_s - self.cost.restore_s(size) * new / len(content.tokens))
         if seconds >= gained_s:

@@ -7,11 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
+from cllm.adapters import Adapter
 from cllm.cluster.link import Draining
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.errors import EngineNotReady, PoisonRequest
 from cllm.messages import (
+    AdapterDone,
     CacheDone,
     Cancel,
     ClearCache,
@@ -19,6 +21,7 @@ from cllm.messages import (
     Died,
     Inspect,
     Inspection,
+    LoadAdapter,
     Ready,
     Report,
     StepReport,
@@ -367,6 +370,20 @@ def test_saved_slots_are_refused() -> None:
     answer = gateway.last(CacheDone)
     assert answer.failure is not None
     assert answer.failure.code == "not_supported" and gateway.replicas[0].sent == []
+
+
+def test_adapters_are_refused_and_placed_apart() -> None:
+    gateway = Gateway("a", "b")
+    gateway.relay.handle(LoadAdapter(5, Adapter(name="sql", file="sql.gguf")))
+    failure = gateway.last(AdapterDone).failure
+    assert failure is not None and "cannot be used with --cluster" in failure.message
+    blocks = []
+    for number, (key, begin) in enumerate((("", 0), ("x:1.0", 0), ("y:1.0", 64))):
+        prompt = Prompt(tuple(range(200)), adapter=key, adapter_from=begin)
+        gateway.relay.handle(Submit(Request(id=f"r{number}", prompt=prompt, max_tokens=9)))
+        blocks.append(gateway.relay._requests[f"r{number}"].placement.blocks)
+    assert len(blocks[0]) == 3 and not set(blocks[0]) & set(blocks[1])
+    assert set(blocks[0]) & set(blocks[2]) == {blocks[0][0]}  # what stands before an aLoRA's invocation
 
 
 def test_gateways_share_replicas() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import groupby
 from typing import NamedTuple
 
 import pytest
 
 from cllm.adapters import Adapter, join_key
-from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.base import Batch, Row, StepResult, StepStatus
 from cllm.core.kv_cache.slot_choice import SlotChoice
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.step_cost import StepCostModel
@@ -31,19 +32,23 @@ class Turns:
     def __init__(self, switch_s: float = SWITCH_S) -> None:
         self.runner = FakeRunner()
         self.runner.adapters["a"] = 1
-        self.runner.switch_s = switch_s
+        self.switch_s = switch_s
         self.budget = PrefillBudget(64, 0.25, StepCostModel(split=False))
         self.turns = AdapterTurns(self.runner, self.budget)
         self.steady: list[bool] = []
+        self.computed = ""
 
-    def run(self, keys: str, steps: int, step_s: float = STEP_S) -> str:
-        """The set of each step; `_` is the base."""
+    def run(self, keys: str, steps: int, step_s: float | dict[str, float] = STEP_S) -> str:
+        """The set of each step; `_` is the base. `step_s` may differ between sets."""
         running = {slot: Member(key.strip("_")) for slot, key in enumerate(keys)}
         taken = ""
         for _ in range(steps):
             chosen = self.turns.choose(running)
             assert {each.adapter for each in chosen.values()} == {self.turns.key}
-            result = StepResult(StepStatus.DONE, compute_s=step_s)
+            switched = self.turns.key != self.computed
+            self.computed = self.turns.key
+            seconds = step_s[self.turns.key] if isinstance(step_s, dict) else step_s
+            result = StepResult(StepStatus.DONE, compute_s=seconds + self.switch_s * switched)
             self.steady.append(self.turns.observe(Batch((), adapter=self.turns.key), result))
             taken += self.turns.key or "_"
         return taken
@@ -66,9 +71,51 @@ def test_without_adapters_no_sequence_is_looked_at() -> None:
 
 def test_a_turn_takes_ten_switches_of_steps() -> None:
     turns = Turns()
-    assert turns.run("_ab", 20) == "_" * 5 + "a" * 5 + "b" * 5 + "_" * 5
-    assert turns.budget.sets == 3
+    turns.run("_ab", 2)  # not measured yet: no longer than it takes to measure it
+    assert turns.run("_ab", 15) == "a" * 5 + "b" * 5 + "_" * 5
+    assert turns.budget.sets == 3 and turns.turns.switch_s == pytest.approx(SWITCH_S)
     assert turns.steady.count(False) == 3  # the first step of each turn but that of the base
+
+
+def test_noise_makes_no_switch_long() -> None:
+    turns = Turns()
+    turns.run("ab", 40)
+    turns.switch_s = 0.2
+    turns.run("ab", 6)
+    assert turns.turns.switch_s == pytest.approx(SWITCH_S)
+
+
+def test_turns_are_measured_again_after_a_free_switch() -> None:
+    turns = Turns(switch_s=0.0)
+    turns.run("ab", 4)
+    turns.switch_s = SWITCH_S
+    turns.run("ab", 40)
+    assert turns.turns.switch_s == pytest.approx(SWITCH_S)
+
+
+def test_a_turn_is_no_longer_than_others_may_wait() -> None:
+    turns = Turns(switch_s=0.05)
+    turns.run("_ab", 40)
+    lengths = [len(list(steps)) for _, steps in groupby(turns.run("_ab", 100))]
+    assert set(lengths[1:-1]) == {8}  # half of what two others may wait, and not ten switches
+
+
+def test_steps_of_other_sizes_measure_no_switch() -> None:
+    turns = Turns()
+    for number, key in enumerate("abab"):
+        for tokens in (9, 1 + number):
+            row = Row(0, 0, (0,) * tokens, 1, None)
+            turns.turns.observe(Batch((row,), adapter=key), StepResult(StepStatus.DONE, compute_s=tokens))
+    assert turns.turns.switch_s == 0
+
+
+def test_a_gpu_is_measured_until_it_has_a_recording() -> None:
+    turns = Turns()
+    turns.runner.asynchronous = True
+    for key in "ab":
+        for extra in (3, 1, 1, 1, 0, 0):
+            turns.turns.observe(Batch((), adapter=key), StepResult(StepStatus.DONE, compute_s=1 + extra))
+    assert turns.turns.switch_s == 6
 
 
 def test_a_turn_ends_after_a_step_that_is_as_long() -> None:
@@ -77,16 +124,15 @@ def test_a_turn_ends_after_a_step_that_is_as_long() -> None:
 
 def test_turns_are_shared_by_time() -> None:
     turns = Turns()
-    spent = {"a": 0.0, "b": 0.0, "c": 0.0}
-    for _ in range(300):
-        step_s = {"a": 0.2, "b": 0.01, "c": 0.02}[turns.turns.key or "a"]
-        spent[turns.run("abc", 1, step_s)] += step_s
+    step_s = {"a": 0.2, "b": 0.01, "c": 0.02}
+    taken = turns.run("abc", 300, step_s)
+    spent = {key: taken.count(key) * each_s for key, each_s in step_s.items()}
     assert max(spent.values()) < 1.5 * min(spent.values())
 
 
 def test_a_set_without_sequences_gives_its_turn_up() -> None:
     turns = Turns()
-    assert turns.run("ab", 2) == "aa"
+    assert turns.run("ab", 1) == "a"
     assert turns.run("b", 1) == "b"
     assert turns.run("cb", 1) == "b"
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from cllm.adapters import parse_adapter
 from cllm.backend.llama import memory
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import find_by_name, resolve, resolve_config
 from cllm.models.store import embedded_model, hf_cache
 from tests.driver.hub import FakeHub
+from tests.tiny_models import make_adapter
 from tests.unit.models.conftest import REPO
 
 
@@ -122,3 +124,20 @@ def test_a_plain_path_imports_no_hub(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_adapters_are_pulled_from_a_hub(hub: FakeHub, caches: Path) -> None:
+    data = make_adapter(caches / "lora.gguf").read_bytes()
+    hub.repos["Example/Base-GGUF"] = {"base-Q4_K_M.gguf": b"GGUF", "loras/sql-lora-F32.gguf": data}
+    hub.repos["Example/Sql"] = {"sql-F32.gguf": data}
+    model = caches / "base.gguf"
+    model.touch()
+    named = ("a=hf:Example/Sql", "b=hf:Example/Base-GGUF/loras/sql-lora-F32.gguf:0.5")
+    for offline in (False, True):  # the second time it is here
+        config = resolve_config(EngineConfig(model=str(model), adapter=named, offline=offline))
+    found = [parse_adapter(text) for text in config.adapter]
+    assert [(each.name, each.scale) for each in found] == [("a", 1.0), ("b", 0.5)]
+    assert {Path(each.file).read_bytes() for each in found} == {data}
+    assert all(Path(each.file).is_relative_to(hf_cache()) for each in found)
+    with pytest.raises(ModelFileError, match="is not on this machine, and --offline"):
+        resolve_config(EngineConfig(model=str(model), adapter=("c=hf:Example/Other",), offline=True))
