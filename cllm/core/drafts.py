@@ -6,9 +6,10 @@ import random
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence as Tokens
+from itertools import accumulate, chain, islice, repeat
+from operator import mul
 
 from cllm.backend.base import Drafter
-from cllm.core.step_cost import TILE
 
 
 def common_length(one: Tokens[int], other: Tokens[int]) -> int:
@@ -177,35 +178,31 @@ class PredictionDrafter:
 
 
 class DraftState:
-    """One sequence's drafts: the standing proposal, and how often proposals come true.
+    """One sequence's drafts: its standing proposals, and how often each position of them comes true.
 
-    Every proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
+    A proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
     So text that does not repeat itself is never slowed down, and one that begins to is noticed.
     """
 
-    MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
-    MAX_PAUSE = TILE  # steps
+    MEMORY = 0.8  # weight of an acceptance rate so far, when one more token was judged
 
-    def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
-        """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
+    def __init__(self, drafter: Drafter, *, acceptance_rate: float) -> None:
         self._drafter = drafter
-        self._pauses = pauses
-        self._pause = 0  # steps left in which the drafter is not asked
-        self._proposed_at = 0  # how many tokens there were
+        # The newest proposal, and an older one that is right so far: tokens, place, how many were judged.
+        self._standing: list[tuple[list[int], int, int]] = []
+        # P(a position comes true | those before it did); positions not seen yet have the last rate.
+        self.rates = [acceptance_rate]
         self.proposal: list[int] = []
-        self.acceptance_rate = acceptance_rate
+        self.skipped = 0  # looks at which the drafter was not asked
         self.drafted = 0
         self.accepted = 0
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
         """Draft tokens for the next step, at most `max_tokens`; often none."""
         self._judge(tokens)
-        self.proposal = []
-        if self._pause > 0:
-            self._pause -= 1
-        elif max_tokens > 0:
-            self.proposal = self._drafter.propose(tokens, max_tokens)
-            self._proposed_at = len(tokens)
+        self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
+        if self.proposal:
+            self._standing.append((self.proposal, len(tokens), 0))
         return self.proposal
 
     def learn(self, tokens: Tokens[int]) -> None:
@@ -214,21 +211,26 @@ class DraftState:
             self._drafter.learn(tokens)
 
     def _judge(self, tokens: Tokens[int]) -> None:
-        for number, token in enumerate(self.proposal):
-            place = self._proposed_at + number
-            if place >= len(tokens):
-                return
-            right = tokens[place] == token
-            self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
-            if not right:
-                if self._pauses and not number:
-                    self._pause = min(self.MAX_PAUSE, int(1 / max(self.acceptance_rate, 1 / self.MAX_PAUSE)))
-                return
+        standing, self._standing = self._standing, []
+        for proposal, begin, judged in standing:
+            known = tokens[begin + judged : begin + len(proposal)]
+            right = common_length(known, proposal[judged:])
+            for position in range(judged, judged + right):
+                self._update(position, 1.0)
+            if right < len(known):
+                self._update(judged + right, 0.0)
+            elif judged + right < len(proposal) and not self._standing:
+                self._standing.append((proposal, begin, judged + right))
 
-    def expected(self, length: int) -> float:
-        """How many of `length` draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
-        rate = self.acceptance_rate
-        return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+    def _update(self, position: int, came_true: float) -> None:
+        if position == len(self.rates):
+            self.rates.append(self.rates[-1])
+        self.rates[position] = self.MEMORY * self.rates[position] + (1 - self.MEMORY) * came_true
+
+    def expected(self, length: int) -> list[float]:
+        """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …"""
+        rates = islice(chain(self.rates, repeat(self.rates[-1])), length)
+        return [*accumulate(accumulate(rates, mul))]
 
     @property
     def memory_bytes(self) -> int:
@@ -238,4 +240,4 @@ class DraftState:
 
     def reject(self) -> None:
         """The drafts found no room: they must prove themselves again."""
-        self.acceptance_rate = 0.0
+        self.rates = [0.0]

@@ -101,14 +101,15 @@ class Parrot:
         return [1] * min(max_tokens, self.length)
 
 
-def make_state(rate: float = 0.5, **options: bool) -> DraftState:
-    return DraftState(Parrot(), acceptance_rate=rate, **options)
+def make_state(rate: float = 0.5) -> DraftState:
+    return DraftState(Parrot(), acceptance_rate=rate)
 
 
 def pays(state: DraftState) -> bool:
     """Whether a lone sequence would submit a draft of some length."""
     cost = StepCostModel()
-    return any(1 + state.expected(length) > cost.draft_step(1, [0], length) for length in range(1, 9))
+    lengths = enumerate(state.expected(8), 1)
+    return any(1 + expected > cost.decode_step_s(1, 50, [0], length) for length, expected in lengths)
 
 
 def first_paying_place(text: Tokens[int]) -> int | None:
@@ -133,10 +134,10 @@ def test_a_repeat_is_drafted_once_three_of_its_tokens_were_proposed_in_silence()
 def test_every_proposal_is_judged_submitted_or_not() -> None:
     state = make_state()
     state.propose([7], 3)
-    rates = [state.acceptance_rate]
-    for tokens in ([7, 1], [7, 1, 1, 1], [7, 1, 1, 1, 1, 9]):  # one right, two right, one right and one wrong
+    rates = [state.rates[0]]
+    for tokens in ([7, 1], [7, 1, 1], [7, 1, 1, 9]):  # right, right, wrong
         state.propose(tokens, 3)
-        rates.append(state.acceptance_rate)
+        rates.append(state.rates[0])
     assert rates[0] < rates[1] < rates[2] > rates[3]
 
 
@@ -144,22 +145,42 @@ def test_a_proposal_is_judged_once_and_no_further_than_its_first_miss() -> None:
     state = make_state(1.0)
     state.propose([7], 4)
     state.propose([7, 1, 9, 1, 1], 0)  # right, wrong; what follows was never proposed after a 9
-    rate = state.acceptance_rate
-    assert rate == DraftState.MEMORY
+    assert state.rates == [1.0, DraftState.MEMORY]
     for _ in range(3):
         state.propose([7, 1, 9, 1, 1, 1], 0)
-    assert state.acceptance_rate == rate
+    assert state.rates == [1.0, DraftState.MEMORY]
 
 
-@given(outcomes=st.lists(st.booleans(), max_size=60), start=st.floats(0, 1))
-def test_the_acceptance_rate_stays_a_rate(outcomes: list[bool], start: float) -> None:
+def test_each_position_has_its_own_rate_and_starts_at_the_one_before() -> None:
+    state, tokens = make_state(0.5), [7]
+    for number in range(300):
+        state.propose(tokens, 3)
+        tokens = [*tokens, 1, 1 if number % 2 else 9, 9]  # the first is right, the second now and then
+    first, second, third = state.rates
+    assert first > 0.99 and 0.4 < second < 0.6 and third < 0.01
+    expected = [first, first + first * second, first + first * second + first * second * third]
+    assert state.expected(3) == pytest.approx(expected)
+    assert make_state(0.5).expected(3) == [0.5, 0.75, 0.875], "what was not seen yet is as the one before"
+
+
+def test_a_proposal_that_is_right_is_followed_to_its_end() -> None:
+    """Where no draft is submitted each step has one token: later positions would never be judged."""
+    state, tokens = make_state(0.5), [7]
+    for _ in range(20):
+        state.propose(tokens, 4)
+        tokens = [*tokens, 1]
+    assert len(state.rates) == 4 and min(state.rates) > 0.8
+
+
+@given(outcomes=st.lists(st.booleans(), max_size=60), start=st.floats(0, 1), length=st.integers(1, 4))
+def test_acceptance_rates_stay_rates(outcomes: list[bool], start: float, length: int) -> None:
     state, tokens = make_state(start), [7]
     for right in outcomes:
-        state.propose(tokens, 1)
+        state.propose(tokens, length)
         tokens = [*tokens, 1 if right else 9]
-    assert 0 <= state.acceptance_rate <= 1
-    expected = [state.expected(count) for count in range(9)]
-    assert expected[0] == 0 and expected == sorted(expected)
+    assert all(0 <= rate <= 1 for rate in state.rates) and len(state.rates) <= max(1, length)
+    expected = [0.0, *state.expected(9)]
+    assert expected == sorted(expected)
     assert all(after - before <= 1 for before, after in pairwise(expected))
 
 
@@ -172,16 +193,6 @@ def test_rejected_drafts_must_prove_themselves_again() -> None:
         state.propose(tokens, 4)
         tokens = [*tokens, 1]
     assert pays(state)
-
-
-def test_a_drafter_that_takes_time_is_asked_less_often_the_poorer_it_is() -> None:
-    state, tokens, asked = make_state(0.9, pauses=True), [7], []
-    for _ in range(400):
-        asked.append(bool(state.propose(tokens, 4)))
-        tokens = [*tokens, 9]  # every proposal is wrong
-    places = [place for place, was in enumerate(asked) if was]
-    pauses = [after - before - 1 for before, after in pairwise(places)]
-    assert pauses == sorted(pauses) and pauses[0] <= 2 and pauses[-1] == DraftState.MAX_PAUSE
 
 
 # Predictions --------------------------------------------------------------------------------------------
