@@ -175,7 +175,9 @@ class SpecDecodePolicy:
         longest, asks = self.max_tokens, True
         if self._draft_model is not None:  # it takes time itself: few tokens, and only where they should pay
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
-            asks = step.best({each.seq_id: min(longest, each.stopping.draft_room) for each in able}).length > 0
+            asks = (
+                step.best({each.seq_id: min(longest, each.stopping.draft_room) for each in able}).length > 0
+            )
         lengths = {}
         for sequence, state in able.items():
             state.skipped = 0 if asks else (state.skipped + 1) % round(1 / self.EXPLORE_SHARE)
@@ -184,7 +186,7 @@ class SpecDecodePolicy:
         return lengths
 
     def _explore(self, step: DecodeStep, lengths: Mapping[int, int], plan: DraftPlan) -> DraftPlan:
-        """Draft nevertheless where only the measured time speaks against it, for a small share of the time."""
+        """Draft nevertheless, for a share of the time, where only the measured time speaks against it."""
         wanted = step.best(lengths, corrected=False)
         lost_s = step.seconds(wanted.drafting, wanted.length) - step.plain_s
         if not wanted.length or lost_s > self.EXPLORE_SHARE * self._refused_s:

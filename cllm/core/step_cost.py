@@ -238,11 +238,18 @@ class StepCostModel:
     # Decode steps, with drafts and without -----------------------------------------------------------
 
     def decode_step_s(
-        self, rows: int, cells: int, drafting: Collection[int] = (), length: int = 0, *, corrected: bool = True
+        self,
+        rows: int,
+        cells: int,
+        drafting: Collection[int] = (),
+        length: int = 0,
+        *,
+        corrected: bool = True,
     ) -> float:
-        """Seconds of a step of `rows` rows, all `cells` cells long, where these ids have `length` drafts each.
+        """Seconds of a step of `rows` rows with `cells` cells in all; these ids have `length` drafts each.
 
-        That is the estimate for its shape, corrected by what such steps took.
+        That is the estimate for its shape, corrected by what such steps took. Without `corrected` it is what
+        was measured at load, in steps of a lone row.
 
         For a lone row it is in plain steps, as measured at load: the work of a request depends on its tokens
         alone, and the same request takes the same steps every time. In a long context attention is most of a
@@ -251,11 +258,13 @@ class StepCostModel:
         drafted, measured = length * len(drafting), self._batch1
         if rows == 1:
             kinds = range(_context_kind(cells), _context_kind(LONG_CONTEXT) - 1, -1)
-            attention = cells * next((self._attention[each] for each in kinds if each in self._attention), 0.0)
+            attention = cells * next(
+                (self._attention[each] for each in kinds if each in self._attention), 0.0
+            )
             verified = measured.verify + measured.token * length if length else 0.0
             return (1 + verified + attention * (1 + length)) / (1 + attention)
         step = self.step if corrected else None
-        if step is None:  # as measured at load, in steps of a lone row
+        if step is None:
             step = StepCost(max(0.0, 1 - measured.token), measured.token, measured.token, 0.0)
         ubatches = 1
         if self.split and len(drafting) < rows:  # rows of another length are computed apart, by runs of ids

@@ -25,7 +25,9 @@ def observe(model: StepCostModel, batch: Batch, seconds: float) -> None:
     model.observe(batch, StepResult(StepStatus.DONE, ubatches=1, compute_s=seconds))
 
 
-def taught(rows: int, *, draft_s: float, plain_s: float = 0.02, batch1: DraftCost | None = None) -> StepCostModel:
+def taught(
+    rows: int, *, draft_s: float, plain_s: float = 0.02, batch1: DraftCost | None = None
+) -> StepCostModel:
     model = StepCostModel(batch1=batch1)
     for number in range(40):
         observe(model, make_step(rows), plain_s)
@@ -125,7 +127,10 @@ def test_long_contexts_make_drafts_expensive_by_their_cells() -> None:
 
 
 def test_the_cost_of_a_lone_row_is_what_the_runner_measured_at_load() -> None:
-    for model in (StepCostModel(batch1=DraftCost(0.1, 0.8)), taught(1, draft_s=0.5, batch1=DraftCost(0.1, 0.8))):
+    for model in (
+        StepCostModel(batch1=DraftCost(0.1, 0.8)),
+        taught(1, draft_s=0.5, batch1=DraftCost(0.1, 0.8)),
+    ):
         assert model.decode_step_s(1, 50, [3], 4) == pytest.approx(1 + 0.1 + 4 * 0.8)
         assert model.decode_step_s(1, 50) == 1
 
