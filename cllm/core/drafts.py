@@ -240,4 +240,4 @@ class DraftState:
 
     def reject(self) -> None:
         """The drafts found no room: they must prove themselves again."""
-        self.rates = [0.0]
+        self.rates, self._standing = [0.0], []

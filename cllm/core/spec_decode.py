@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cllm.backend.base import RECORDED_AFTER, Batch, Drafter
 from cllm.core.drafts import DraftState, NgramDrafter, PredictionDrafter
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, RunningMedian, StepCostModel
+from cllm.core.step_cost import TILE, TINY, RunningMedian, StepCostModel
 from cllm.types import Request
 
 
@@ -160,7 +160,7 @@ class SpecDecodePolicy:
         if not plan.length:
             self._wait = RECORDED_AFTER if cost.records else 0
             if len(sequences) > 1:
-                self._wait = int(self._look_s.value / (self.LOOK_SHARE * step.plain_s))
+                self._wait = int(self._look_s.value / max(TINY, self.LOOK_SHARE * step.plain_s))
             self._refused_s += (1 + self._wait) * step.plain_s
         drafts = {}
         for sequence in sequences:
@@ -171,19 +171,22 @@ class SpecDecodePolicy:
 
     def _propose(self, sequences: Collection[Sequence], step: DecodeStep) -> dict[int, int]:
         """The lengths of the proposals."""
-        able = {each: state for each in sequences if (state := each.drafts) is not None}
-        longest, asks = self.max_tokens, True
-        if self._draft_model is not None:  # it takes time itself: few tokens, and only where they should pay
+        longest, skips = self.max_tokens, False
+        if (
+            self._draft_model is not None
+        ):  # its own time is in no price: it drafts for few sequences at a time
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
-            asks = (
-                step.best({each.seq_id: min(longest, each.stopping.draft_room) for each in able}).length > 0
-            )
-        lengths = {}
-        for sequence, state in able.items():
-            state.skipped = 0 if asks else (state.skipped + 1) % round(1 / self.EXPLORE_SHARE)
-            room = 0 if state.skipped else min(longest, sequence.stopping.draft_room)
-            lengths[sequence.seq_id] = len(state.propose(sequence.tokens, room))
-        return lengths
+        rooms = {
+            each.seq_id: max(0, min(longest, each.stopping.draft_room)) for each in sequences if each.drafts
+        }
+        if self._draft_model is not None:  # nor is it asked where its drafts would not pay, but now and then
+            skips = not step.best(rooms).length
+        for sequence in sequences:
+            if (state := sequence.drafts) is not None:
+                state.skipped = (state.skipped + 1) % round(1 / self.EXPLORE_SHARE) if skips else 0
+                room = 0 if state.skipped else rooms[sequence.seq_id]
+                rooms[sequence.seq_id] = len(state.propose(sequence.tokens, room))
+        return rooms
 
     def _explore(self, step: DecodeStep, lengths: Mapping[int, int], plan: DraftPlan) -> DraftPlan:
         """Draft nevertheless, for a share of the time, where only the measured time speaks against it."""

@@ -292,10 +292,10 @@ class StepCostModel:
         if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
             return
         kind = rows.bit_length(), drafted.bit_length()
-        if slowed and not drafted and self._drafted is not None and self._cost is not None:
+        if slowed and not drafted and self._drafted is not None and (step := self.step) is not None:
             self._slowed = slowed - 1
             changed, decoded = self._drafted
-            decoded[1] += seconds - self._cost.seconds(shape) * self._correction(kind)
+            decoded[1] += seconds - step.seconds(shape) * self._correction(kind)
         else:
             changed, decoded = kind, [shape, seconds]
             self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append(decoded)

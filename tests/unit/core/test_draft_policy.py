@@ -144,7 +144,7 @@ def test_drafts_that_are_too_expensive_are_not_made() -> None:
 def test_drafts_that_only_measured_time_speaks_against_are_explored(draft: float, lost: float) -> None:
     """They were cheap at load. What they lose is a share of the time."""
     policy, sequences = SpecDecodePolicy(8), eight(*range(8))
-    cost, steps = Priced(draft, loaded=0.1), 4000
+    cost, steps = Priced(draft, loaded=0.1), 16_000
     drafting = [bool(plan_step(policy, sequences, cost)) for _ in range(steps)]
     assert sum(drafting) == pytest.approx(steps * policy.EXPLORE_SHARE / lost, rel=0.1)
     expensive = Priced(draft)

@@ -97,14 +97,18 @@ class SimulatedMachine:
 def test_drafts_never_slow_a_machine_by_more_than_exploration(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of texts whose drafts come true never, seldom, mostly and nearly always."""
+    """Of texts whose drafts come true never, seldom, mostly and nearly always.
+
+    A lone row is not explored. Where its drafts are just worth their time, errors of the rates cost it some.
+    """
     monkeypatch.setattr("cllm.core.spec_decode.time.perf_counter", lambda: 0.0)
-    steps = 200 if rows == 1 else 60
+    allowed = 0.04 if rows == 1 else SpecDecodePolicy.EXPLORE_SHARE + 0.01
     for rate in (0.0, 0.3, 0.6, 0.9):
         machine = SimulatedMachine(COSTS[name])
-        machine.decode(rows, 0.9, steps, 1)  # what drafts cost here is learned once
-        found = machine.decode(rows, rate, steps, 2)
-        assert found >= 1 - SpecDecodePolicy.EXPLORE_SHARE - 0.01, f"{rate}: {found:.3f}"
+        for seed in range(6 if COSTS[name].asynchronous else 1):
+            machine.decode(rows, rate, 40, seed)  # what drafts cost here is learned once
+        found = machine.decode(rows, rate, 200 if rows == 1 else 80, 9)
+        assert found >= 1 - allowed, f"{rate}: {found:.3f}"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_step_with_a_prompt_says_nothing_of_decode_steps() -> None:
     kinds = {kind: [*seen] for kind, seen in model._decoded.items()}
     for outputs in (0, 1):
         observe(model, Batch((*make_step(7).rows, Row(7, 0, [1] * 30, outputs, None))), 3.0)
-    assert model._decoded == kinds
+    assert {kind: [*seen] for kind, seen in model._decoded.items()} == kinds
 
 
 def test_rows_of_another_length_cost_a_ubatch_for_each_run_of_ids() -> None:
@@ -123,7 +123,7 @@ def test_long_contexts_make_drafts_expensive_by_their_cells() -> None:
     short, long = (
         model.decode_step_s(8, cells, range(8), 4) / model.decode_step_s(8, cells) for cells in (80, 800_000)
     )
-    assert short < 2 and long == pytest.approx(5, rel=0.1)
+    assert short < 3 and long == pytest.approx(5, rel=0.1)
 
 
 def test_the_cost_of_a_lone_row_is_what_the_runner_measured_at_load() -> None:
