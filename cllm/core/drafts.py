@@ -178,31 +178,35 @@ class PredictionDrafter:
 
 
 class DraftState:
-    """One sequence's drafts: its standing proposals, and how often each position of them comes true.
+    """One sequence's drafts: the standing proposal, and how often each position of one comes true.
 
-    A proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
+    Every proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
     So text that does not repeat itself is never slowed down, and one that begins to is noticed.
     """
 
-    MEMORY = 0.8  # weight of an acceptance rate so far, when one more token was judged
+    MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
 
     def __init__(self, drafter: Drafter, *, acceptance_rate: float) -> None:
         self._drafter = drafter
-        # The newest proposal, and an older one that is right so far: tokens, place, how many were judged.
-        self._standing: list[tuple[list[int], int, int]] = []
-        # P(a position comes true | those before it did); positions not seen yet have the last rate.
-        self.rates = [acceptance_rate]
+        self._proposed_at = 0  # how many tokens there were
         self.proposal: list[int] = []
+        self.acceptance_rate = (
+            acceptance_rate  # of late, at any position: text begins to repeat itself, and ends
+        )
+        # By position: how many came true where those before did, and how many the rates had promised.
+        self._positions: list[tuple[float, float]] = []
         self.skipped = 0  # looks at which the drafter was not asked
         self.drafted = 0
         self.accepted = 0
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
         """Draft tokens for the next step, at most `max_tokens`; often none."""
-        self._judge(tokens)
+        known = tokens[self._proposed_at : self._proposed_at + len(self.proposal)]
+        right = common_length(known, self.proposal)
+        for position in range(min(right + 1, len(known))):
+            self._judge(position, position < right)
         self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
-        if self.proposal:
-            self._standing.append((self.proposal, len(tokens), 0))
+        self._proposed_at = len(tokens)
         return self.proposal
 
     def learn(self, tokens: Tokens[int]) -> None:
@@ -210,26 +214,24 @@ class DraftState:
         if isinstance(self._drafter, NgramDrafter):
             self._drafter.learn(tokens)
 
-    def _judge(self, tokens: Tokens[int]) -> None:
-        standing, self._standing = self._standing, []
-        for proposal, begin, judged in standing:
-            known = tokens[begin + judged : begin + len(proposal)]
-            right = common_length(known, proposal[judged:])
-            for position in range(judged, judged + right):
-                self._update(position, 1.0)
-            if right < len(known):
-                self._update(judged + right, 0.0)
-            elif judged + right < len(proposal) and not self._standing:
-                self._standing.append((proposal, begin, judged + right))
-
-    def _update(self, position: int, came_true: float) -> None:
-        if position == len(self.rates):
-            self.rates.append(self.rates[-1])
-        self.rates[position] = self.MEMORY * self.rates[position] + (1 - self.MEMORY) * came_true
+    def _judge(self, position: int, right: bool) -> None:
+        if position == len(self._positions):
+            self._positions.append((1 / (1 - self.MEMORY),) * 2)  # as many as the rate remembers
+        came_true, promised = self._positions[position]
+        self._positions[position] = came_true + right, promised + self.acceptance_rate
+        self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
 
     def expected(self, length: int) -> list[float]:
-        """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …"""
-        rates = islice(chain(self.rates, repeat(self.rates[-1])), length)
+        """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …
+
+        The rate of a position is that of late times what is usual there. One that was not judged yet is as
+        the one before.
+        """
+        usual = chain((true / promised for true, promised in self._positions), repeat(None))
+        rates, last = [], 1.0
+        for each in islice(usual, length):
+            last = last if each is None else each
+            rates.append(min(1.0, self.acceptance_rate * last))
         return [*accumulate(accumulate(rates, mul))]
 
     @property
@@ -240,4 +242,4 @@ class DraftState:
 
     def reject(self) -> None:
         """The drafts found no room: they must prove themselves again."""
-        self.rates, self._standing = [0.0], []
+        self.acceptance_rate = 0.0

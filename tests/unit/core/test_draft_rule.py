@@ -131,7 +131,7 @@ def test_a_plan_is_the_best_of_all_lengths(name: str) -> None:
         lengths = {}
         for sequence in sequences:
             assert sequence.drafts is not None
-            sequence.drafts.rates = [rate]
+            sequence.drafts.acceptance_rate = rate
             lengths[sequence.seq_id] = 8
         step = DecodeStep(sequences, machine.cost, room=512, max_step_s=100.0)
         plan = step.best(lengths)
