@@ -73,7 +73,7 @@ class SpecDecodePolicy:
     again now and then. Where drafts do not pay, they are looked for less often.
     """
 
-    NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
+    NGRAM_ACCEPTANCE = 0.4  # to start with: two tokens that came true, and drafts pay for a lone sequence
     EXPLORE_SHARE = 1 / 64  # of the time: for measuring again what drafts cost, and for asking a draft model
     LOOK_SHARE = 0.01  # of the time: for looking for drafts that do not pay
 

@@ -102,12 +102,12 @@ def test_drafts_never_slow_a_machine_by_more_than_exploration(
     A lone row is not explored. Where its drafts are just worth their time, errors of the rates cost it some.
     """
     monkeypatch.setattr("cllm.core.spec_decode.time.perf_counter", lambda: 0.0)
-    allowed = 0.04 if rows == 1 else SpecDecodePolicy.EXPLORE_SHARE + 0.01
+    allowed = 0.02 if rows == 1 else SpecDecodePolicy.EXPLORE_SHARE + 0.01
     for rate in (0.0, 0.3, 0.6, 0.9):
         machine = SimulatedMachine(COSTS[name])
         for seed in range(6 if COSTS[name].asynchronous else 1):
             machine.decode(rows, rate, 40, seed)  # what drafts cost here is learned once
-        found = machine.decode(rows, rate, 200 if rows == 1 else 80, 9)
+        found = machine.decode(rows, rate, 200 if rows == 1 else 120, 9)
         assert found >= 1 - allowed, f"{rate}: {found:.3f}"
 
 
