@@ -170,7 +170,7 @@ class ModelRunner(Protocol):
     info: ModelInfo
     limits: Limits
     vocabulary: Vocabulary
-    draft_cost = DraftCost()  # as measured at load
+    draft_cost: DraftCost = DraftCost()  # as measured at load
     stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest

@@ -99,10 +99,11 @@ def test_drafts_never_slow_a_machine_by_more_than_exploration(
 ) -> None:
     """Of texts whose drafts come true never, seldom, mostly and nearly always.
 
-    A lone row is not explored. Where its drafts are just worth their time, errors of the rates cost it some.
+    Beside that, new sequences try drafts, and where these are just worth their time, errors of the rates cost
+    some. A lone row is not explored.
     """
     monkeypatch.setattr("cllm.core.spec_decode.time.perf_counter", lambda: 0.0)
-    allowed = 0.02 if rows == 1 else SpecDecodePolicy.EXPLORE_SHARE + 0.01
+    allowed = 0.02 if rows == 1 else SpecDecodePolicy.EXPLORE_SHARE + 0.015
     for rate in (0.0, 0.3, 0.6, 0.9):
         machine = SimulatedMachine(COSTS[name])
         for seed in range(6 if COSTS[name].asynchronous else 1):
