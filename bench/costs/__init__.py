@@ -67,8 +67,8 @@ def split_shape(batch: Batch, ubatch_tokens: int) -> StepShape:
     """
     lengths = {row.seq_id: len(row.tokens) for row in batch.rows} | dict.fromkeys(batch.padding, 1)
     positions = {row.seq_id: row.position for row in batch.rows} | dict.fromkeys(batch.padding, 0)
-    prefill = sum(length for length in lengths.values() if length > 1)
-    rows = sum(length == 1 for length in lengths.values())
+    prefill = sum(len(row.tokens) for row in batch.rows if len(row.tokens) > max(1, row.outputs))
+    rows = sum(lengths.values()) - prefill
     ubatches, attended, tiled = 0, 0.0, 0.0
     while lengths:
         run = [min(lengths)]

@@ -158,10 +158,10 @@ RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it h
 
 
 class DraftCost(NamedTuple):
-    """Cost of drafts in decode steps of one row: of verifying at all, and of each draft token."""
+    """Cost of drafts in decode steps of one row, in plain ones: of verifying at all, and of each token."""
 
-    verify: float
-    token: float
+    verify: float = 0.75  # as of one kind of CPU, where it is not measured
+    token: float = 0.2
 
 
 class ModelRunner(Protocol):
@@ -170,7 +170,7 @@ class ModelRunner(Protocol):
     info: ModelInfo
     limits: Limits
     vocabulary: Vocabulary
-    draft_cost: DraftCost | None = None  # as measured at load
+    draft_cost: DraftCost = DraftCost()  # as measured at load
     stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest

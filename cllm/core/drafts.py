@@ -6,9 +6,10 @@ import random
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence as Tokens
+from itertools import accumulate, chain, islice, repeat
+from operator import mul
 
 from cllm.backend.base import Drafter
-from cllm.core.step_cost import TILE
 
 
 def common_length(one: Tokens[int], other: Tokens[int]) -> int:
@@ -177,35 +178,35 @@ class PredictionDrafter:
 
 
 class DraftState:
-    """One sequence's drafts: the standing proposal, and how often proposals come true.
+    """One sequence's drafts: the standing proposal, and how often each position of one comes true.
 
     Every proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
     So text that does not repeat itself is never slowed down, and one that begins to is noticed.
     """
 
     MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
-    MAX_PAUSE = TILE  # steps
 
-    def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
-        """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
+    def __init__(self, drafter: Drafter, *, acceptance_rate: float) -> None:
         self._drafter = drafter
-        self._pauses = pauses
-        self._pause = 0  # steps left in which the drafter is not asked
         self._proposed_at = 0  # how many tokens there were
         self.proposal: list[int] = []
-        self.acceptance_rate = acceptance_rate
+        self.acceptance_rate = (
+            acceptance_rate  # of late, at any position: text begins to repeat itself, and ends
+        )
+        # By position: how many came true where those before did, and how many the rates had promised.
+        self._positions: list[tuple[float, float]] = []
+        self.skipped = 0  # looks at which the drafter was not asked
         self.drafted = 0
         self.accepted = 0
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
         """Draft tokens for the next step, at most `max_tokens`; often none."""
-        self._judge(tokens)
-        self.proposal = []
-        if self._pause > 0:
-            self._pause -= 1
-        elif max_tokens > 0:
-            self.proposal = self._drafter.propose(tokens, max_tokens)
-            self._proposed_at = len(tokens)
+        known = tokens[self._proposed_at : self._proposed_at + len(self.proposal)]
+        right = common_length(known, self.proposal)
+        for position in range(min(right + 1, len(known))):
+            self._judge(position, position < right)
+        self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
+        self._proposed_at = len(tokens)
         return self.proposal
 
     def learn(self, tokens: Tokens[int]) -> None:
@@ -213,22 +214,25 @@ class DraftState:
         if isinstance(self._drafter, NgramDrafter):
             self._drafter.learn(tokens)
 
-    def _judge(self, tokens: Tokens[int]) -> None:
-        for number, token in enumerate(self.proposal):
-            place = self._proposed_at + number
-            if place >= len(tokens):
-                return
-            right = tokens[place] == token
-            self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
-            if not right:
-                if self._pauses and not number:
-                    self._pause = min(self.MAX_PAUSE, int(1 / max(self.acceptance_rate, 1 / self.MAX_PAUSE)))
-                return
+    def _judge(self, position: int, right: bool) -> None:
+        if position == len(self._positions):
+            self._positions.append((1 / (1 - self.MEMORY),) * 2)  # as many as the rate remembers
+        came_true, promised = self._positions[position]
+        self._positions[position] = came_true + right, promised + self.acceptance_rate
+        self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
 
-    def expected(self, length: int) -> float:
-        """How many of `length` draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
-        rate = self.acceptance_rate
-        return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+    def expected(self, length: int) -> list[float]:
+        """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …
+
+        The rate of a position is that of late times what is usual there. One that was not judged yet is as
+        the one before.
+        """
+        usual = chain((true / promised for true, promised in self._positions), repeat(None))
+        rates, last = [], 1.0
+        for each in islice(usual, length):
+            last = last if each is None else each
+            rates.append(min(1.0, self.acceptance_rate * last))
+        return [*accumulate(accumulate(rates, mul))]
 
     @property
     def memory_bytes(self) -> int:

@@ -7,6 +7,7 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -33,7 +34,7 @@ from cllm.core.preparation import Preparation
 from cllm.core.sequence import Rows, Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
-from cllm.core.step_cost import TILE, StepCostModel
+from cllm.core.step_cost import TILE
 from cllm.core.step_groups import AdapterTurns, StepGroup
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import (
@@ -60,9 +61,8 @@ class FollowingBatch:
 
     EVERY = TILE // 2
 
-    def __init__(self, runner: ModelRunner, spec_decode: SpecDecodePolicy, cost: StepCostModel) -> None:
-        self._runner = runner
-        self._spec_decode, self._cost = spec_decode, cost
+    def __init__(self, runner: ModelRunner, spec_decode: SpecDecodePolicy) -> None:
+        self._runner, self._spec_decode = runner, spec_decode
         self._steps = 0
         self._prepared: tuple[Batch, Batch, list[list[int]]] | None = None  # one, the next, and its tokens
 
@@ -85,7 +85,7 @@ class FollowingBatch:
                 return
             tokens.append([0])  # the token that it will get
             rows.append(Row(seq_id, position, tokens[-1], 1, row.sampler))
-        if self._spec_decode.rests(len(rows), self._cost):
+        if not self._spec_decode.looks():
             self._prepared = batch, batch._replace(rows=tuple(rows)), tokens
 
     def complete(self, batch: Batch, result: StepResult) -> Batch | None:
@@ -142,7 +142,7 @@ class Scheduler(StepGroup[Sequence]):
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
-        self.following = FollowingBatch(runner, self._spec_decode, budget.cost)
+        self.following = FollowingBatch(runner, self._spec_decode)
         self.turns = AdapterTurns(runner, budget)
         self.scheduled = self.running  # those whose turn it was at the last schedule
         self.integrity_failures = 0
@@ -179,6 +179,7 @@ class Scheduler(StepGroup[Sequence]):
     # The step --------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
+        began = time.perf_counter() if self.runner.asynchronous else None
         if self._preparation.unused:
             self._preparation.close_unused()
         self.transfer.step_began_s = self.transfer.seconds
@@ -208,7 +209,8 @@ class Scheduler(StepGroup[Sequence]):
         if self._spec_decode.max_tokens:
             able = [each for each in scheduled.values() if each.id in counts or each.pending > 1]
             room, max_step_s = limits.batch_tokens - len(scheduled), self.budget.max_step_s
-            drafts = self._spec_decode.draft(able, self.budget.cost, room=room, max_step_s=max_step_s)
+            cost = self.budget.cost
+            drafts = self._spec_decode.draft(able, cost, room=room, max_step_s=max_step_s, began=began)
         rows = [
             sequence.row(counts[sequence.id], drafts.get(seq_id, ()), masks.get(sequence.id))
             for seq_id, sequence in sorted(self.running.items())

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import RECORDED_AFTER, Batch, DraftCost, Row, StepResult
+from cllm.backend.base import RECORDED_AFTER, Batch, DraftCost, StepResult
 
 Vector = npt.NDArray[np.float64]
 
 TILE = 64  # tokens that llama.cpp's flash attention on a CPU takes at once; fewer go one by one
 
-# Costs relative to a decode step without drafts. That of a lone row is measured at load and fixed from then
-# on: the work of a request depends on its tokens alone, and the same request takes the same steps every time.
-# In a long context attention is most of a step, and a CPU attends token by token: what drafts cost there is
-# measured by the first of them, and fixed as well.
-BATCH1_DRAFT_COST = DraftCost(verify=0.75, token=0.2)  # where it was not measured
-DEFAULT_DRAFT_COST = 0.5  # one draft token for each row, before it was measured
-EXTRA_UBATCH_COST = 0.6  # split KV computes rows of another length in a ubatch of their own
 DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
-LONG_CONTEXT = 1024  # cells
+LONG_CONTEXT = 1024  # cells: from here on attention counts in what a lone row's drafts cost
 MILLISECOND = 1e-3
 TINY = 1e-6  # seconds: no step is shorter, whatever a clock says; and the ridge of the fit
 
@@ -38,7 +30,7 @@ class StepShape(NamedTuple):
 
     ubatches: int  # each reads all weights once
     prefill_tokens: int  # tokens of rows with more than one
-    rows: int  # rows with one token
+    rows: int  # rows with one token, and draft tokens: each yields output
     attended: float  # pairs of a token and a cell before it, token by token
     tiled: float = 0.0  # such pairs in tiles
     scored: int = 0  # tokens of prompts whose log-probabilities are wanted: each takes a line of logits
@@ -55,8 +47,8 @@ class StepShape(NamedTuple):
         first = int(len(batch.rows) > 1)  # of a long row: computed along with the others
         for row in batch.rows:
             count = len(row.tokens)
-            if count == 1:
-                single += 1
+            if count == max(1, row.outputs):
+                single += count
             else:
                 prefill += count
             pairs = attended_pairs(count, row.position, count - first if split else together)
@@ -126,17 +118,8 @@ class _Sample(NamedTuple):
     number: int  # of the step
 
 
-class _Drafted(NamedTuple):
-    """A step with drafts, of more than one row."""
-
-    rows: int
-    average: float  # draft tokens a row
-    seconds: float
-    after: list[float]  # seconds of plain steps that followed
-
-
 class StepCostModel:
-    """Fits `StepCost` to the latest steps of every kind; keeps medians for drafts and transfers.
+    """Fits `StepCost` to the latest steps of every kind; keeps medians for decode steps and transfers.
 
     Steps of different kinds (how much prefill, how many rows, how far into the context) are remembered
     apart: an hour of plain decoding, or of one long prompt, must not wash out what the rest costs. Older
@@ -153,8 +136,6 @@ class StepCostModel:
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
     # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
     UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2, TILE], float)
-    DOUBT_AFTER = REMEMBERED  # times that drafts seemed too expensive
-    GAIN_WEIGHT, WORST_GAIN = 0.1, -2.0  # of one more step
 
     def __init__(
         self,
@@ -167,7 +148,7 @@ class StepCostModel:
     ) -> None:
         self.split = split  # then rows of unequal length are computed apart
         self.records = records  # as a GPU does: a step that differs makes those after it slower
-        self._batch1 = batch1 or BATCH1_DRAFT_COST
+        self._batch1 = batch1 or DraftCost()
         self.frozen = frozen
         self.steps = 0  # so far
         self._samples: dict[tuple[int, ...], deque[_Sample]] = {}
@@ -178,15 +159,13 @@ class StepCostModel:
         # The largest step so far: an estimate far beyond it is not to be trusted.
         self.largest_prefill = 0
         self.largest_attended = 0.0
-        self._plain_s: dict[int, deque[float]] = {}  # by rows: steps in which each row decodes one token
-        self._draft_cost: dict[int, dict[int, RunningMedian]] = {}  # by rows and draft tokens a row
-        self._drafted: _Drafted | None = None  # a step whose cost is not yet known
-        self._gains: dict[int, float] = {}  # by bits of the rows: tokens a row and step, beyond plain steps
-        self._slowed = 0  # steps left that a step with drafts slows down
-        self._refused_drafts = 0
-        self._lone_plain = (0, 0.0)  # the latest plain step of a lone row, after another: context and seconds
-        self._after_plain = False
-        self._long_drafts: dict[int, list[float]] = {}  # of a lone row, a token; by bits of the context
+        # Shapes and seconds of decode steps, by bits of the rows and of the draft tokens; and the ratio of
+        # these seconds to the estimate.
+        self._decoded: dict[tuple[int, int], deque[list[Any]]] = {}
+        self._corrections: dict[tuple[int, int], float] = {}
+        self._drafted: tuple[tuple[int, int], list[Any]] | None = None  # the last step with drafts
+        self._slowed = 0  # steps left that it slows
+        self._attention: dict[int, float] = {}  # seconds a cell over those of a lone row, by kind of context
         self._saving, self._restoring = RunningMedian(DEFAULT_TRANSFER_S), RunningMedian(DEFAULT_TRANSFER_S)
 
     # Steps -----------------------------------------------------------------------------------------
@@ -196,12 +175,10 @@ class StepCostModel:
         self.steps += 1
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
-            if len(batch.rows) == 1:
-                self._observe_lone(batch.rows[0], max(seconds, result.period_s))
-            else:
-                self._observe_drafts(batch, max(seconds, result.period_s), result)
+            shape = StepShape.of(batch, result.ubatches, split=self.split)
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
-            self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds - sampling_s)
+            self.observe_shape(shape, seconds - sampling_s)
+            self._observe_decode(batch, shape, max(seconds, result.period_s))
 
     def observe_shape(self, shape: StepShape, seconds: float) -> None:
         seconds = max(seconds, TINY)
@@ -209,7 +186,7 @@ class StepCostModel:
         # Steps of one kind are alike in size: each figure is within a factor of two (context: four).
         context = int(shape.attended + shape.tiled) // max(1, shape.prefill_tokens + shape.rows)
         sizes = shape.prefill_tokens, shape.rows, shape.scored
-        kind = (*(size.bit_length() for size in sizes), context.bit_length() // 2)
+        kind = (*(size.bit_length() for size in sizes), _context_kind(context))
         alike = self._samples.pop(kind, None) or deque(maxlen=REMEMBERED)
         alike.append(_Sample(shape, seconds, self._number))
         self._samples[kind] = alike  # the kind seen last is the last
@@ -228,6 +205,11 @@ class StepCostModel:
             self._cost = self._fit()
             self._fitted = self._number
             self._surprised = False
+            self._corrections.clear()
+            for (prefill, rows, _, context), alike in self._samples.items():
+                if (prefill, rows) == (0, 1) and len(alike) == REMEMBERED:
+                    lone_s = self._cost.ubatch + self._cost.row
+                    self._attention.setdefault(context, self._cost.attended / max(lone_s, TINY))
         return self._cost
 
     @property
@@ -255,121 +237,73 @@ class StepCostModel:
             weights = fresh * np.minimum(1.0, 2 * usual / np.maximum(error, usual)) / seconds
         return StepCost(*(found / self.UNITS).tolist())
 
-    # Drafts ----------------------------------------------------------------------------------------
+    # Decode steps, with drafts and without -----------------------------------------------------------
 
-    def draft_step(self, rows: int, drafting: Collection[int], length: int, context: int = 0) -> float:
-        """Relative cost of a step in which these ids of `rows` have `length` draft tokens each.
+    def decode_step_s(
+        self,
+        rows: int,
+        cells: int,
+        drafting: Collection[int] = (),
+        length: int = 0,
+        *,
+        corrected: bool = True,
+    ) -> float:
+        """Seconds of a step of `rows` rows with `cells` cells in all; these ids have `length` drafts each.
 
-        `context` is that of a lone row.
+        That is the estimate for its shape, corrected by what such steps took. Without `corrected` it is what
+        was measured at load, in steps of a lone row.
+
+        For a lone row it is in plain steps, as measured at load: the work of a request depends on its tokens
+        alone, and the same request takes the same steps every time. In a long context attention is most of a
+        step, and a CPU attends token by token: its share is fixed when it is first known.
         """
+        drafted, measured = length * len(drafting), self._batch1
         if rows == 1:
-            measured = (self._long_drafts.get(bits, ()) for bits in range(context.bit_length(), 0, -1))
-            each = next((median(costs) for costs in measured if len(costs) == REMEMBERED), 0.0)
-            return 1 + max(self._batch1.verify + self._batch1.token * length, each * length)
-        share = len(drafting) / rows
-        known = self._draft_cost.get(rows, {})
-        nearest = min(known, key=lambda seen: abs(seen - length * share), default=None)
-        each = DEFAULT_DRAFT_COST if nearest is None else known[nearest].value
-        cost = 1 + each * length * share
-        if self.split and share < 1:
+            kinds = range(_context_kind(cells), _context_kind(LONG_CONTEXT) - 1, -1)
+            attention = cells * next(
+                (self._attention[each] for each in kinds if each in self._attention), 0.0
+            )
+            verified = measured.verify + measured.token * length if length else 0.0
+            return (1 + verified + attention * (1 + length)) / (1 + attention)
+        step = self.step if corrected else None
+        if step is None:
+            step = StepCost(max(0.0, 1 - measured.token), measured.token, measured.token, 0.0)
+        ubatches = 1
+        if self.split and len(drafting) < rows:  # rows of another length are computed apart, by runs of ids
             ids = set(drafting)
-            cost += EXTRA_UBATCH_COST * sum(seq_id - 1 not in ids for seq_id in ids)  # runs of ids
-        return cost
+            ubatches += sum(seq_id - 1 not in ids for seq_id in ids)
+        shape = StepShape(ubatches, 0, rows + drafted, cells * (1 + drafted / rows))
+        kind = rows.bit_length(), drafted.bit_length()
+        return step.seconds(shape) * (self._correction(kind) if corrected else 1.0)
 
-    def plain_step_s(self, rows: int) -> float:
-        """Seconds of a decode step without drafts; infinite before it was measured."""
-        return median(self._plain_s[rows]) if rows in self._plain_s else math.inf
+    def _correction(self, kind: tuple[int, int]) -> float:
+        """Median of observed over estimated seconds; a single observation does not decide."""
+        if kind not in self._corrections:
+            step, seen = self._cost, self._decoded.get(kind, ())
+            ratios = [seconds / max(TINY, step.seconds(shape)) for shape, seconds in seen] if step else []
+            self._corrections[kind] = median([*ratios, 1.0, 1.0][:REMEMBERED])
+        return self._corrections[kind]
 
-    def prices_drafts(self, rows: int) -> bool:
-        """False where drafts cannot be compared with plain steps, since none of these was measured.
+    def _observe_decode(self, batch: Batch, shape: StepShape, seconds: float) -> None:
+        """Learn from a step without a prompt.
 
-        On a GPU only, where a step that differs costs most: rows with padding between them have no price.
+        On a GPU a step with drafts slows the plain ones after it: what they take longer is part of its time.
         """
-        return not self.records or rows == 1 or rows in self._plain_s
-
-    def doubt_drafts(self, rows: int) -> None:
-        """Drafts seemed too expensive. That may change, and is found out by trying now and then."""
-        self._refused_drafts += 1
-        if self._refused_drafts % self.DOUBT_AFTER == 0:
-            for cost in self._draft_cost.get(rows, {}).values():
-                cost.doubt()
-
-    def drafts_gain(self, rows: int) -> bool:
-        """False where steps with drafts, and those that they slowed down, brought less than plain ones.
-
-        On a GPU only, where a step that differs slows those after it: no sum of prices has all of that.
-        """
-        return not self.records or self._gains.get(rows.bit_length(), 0.0) >= 0.0
-
-    def _observe_gain(self, batch: Batch, result: StepResult, seconds: float) -> bool:
-        """What drafts brought in this step beyond what plain ones would have; False if it is one of those."""
-        rows = len(batch.rows)
-        if any(len(row.tokens) != row.outputs for row in batch.rows) or rows not in self._plain_s:
-            self._slowed = 0
-            return False
-        if any(row.outputs > 1 for row in batch.rows):
-            self._slowed = RECORDED_AFTER
-        elif self._slowed:
-            self._slowed -= 1
+        rows, drafted = len(batch.rows), batch.token_count - len(batch.rows)
+        slowed, self._slowed = self._slowed, 0
+        if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
+            return
+        kind = rows.bit_length(), drafted.bit_length()
+        if slowed and not drafted and self._drafted is not None and (step := self.step) is not None:
+            self._slowed = slowed - 1
+            changed, decoded = self._drafted
+            decoded[1] += seconds - step.seconds(shape) * self._correction(kind)
         else:
-            return False
-        gained = sum(len(row.tokens) for row in result.rows) / rows - seconds / self.plain_step_s(rows)
-        known = self._gains.get(rows.bit_length(), 0.0)
-        change = max(gained, self.WORST_GAIN) - known  # a busy moment does not decide
-        self._gains[rows.bit_length()] = known + self.GAIN_WEIGHT * change
-        return True
-
-    def _observe_drafts(self, batch: Batch, seconds: float, result: StepResult) -> None:
-        """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
-        rows = len(batch.rows)
-        longest = max(row.outputs for row in batch.rows) - 1
-        slowed = self.records and self._observe_gain(batch, result, seconds) and not longest
-        if longest < 0 or batch.padding or any(len(row.tokens) != row.outputs for row in batch.rows):
-            self._learn_drafted()
-            return
-        if not longest and self._drafted is not None and rows == self._drafted.rows:
-            self._drafted.after.append(seconds)
-            if len(self._drafted.after) == RECORDED_AFTER:
-                self._learn_drafted()
-            return
-        self._learn_drafted()
-        if slowed:
-            return
-        if not longest:
-            plain = self._plain_s.get(rows) or deque(maxlen=REMEMBERED)
-            plain.append(seconds)
-            self._plain_s[rows] = plain
-            return
-        average = sum(row.outputs - 1 for row in batch.rows) / rows
-        if rows in self._plain_s and (average == longest or not self.split):
-            self._drafted = _Drafted(rows, average, seconds, [])
-            if not self.records:
-                self._learn_drafted()
-
-    def _learn_drafted(self) -> None:
-        """What the last step with drafts cost, with what it cost those after it."""
-        drafted, self._drafted = self._drafted, None
-        if drafted is not None:
-            known = self._draft_cost.setdefault(drafted.rows, {})
-            cost = known.setdefault(max(1, round(drafted.average)), RunningMedian(DEFAULT_DRAFT_COST))
-            plain_s = self.plain_step_s(drafted.rows)
-            seconds = drafted.seconds + sum(drafted.after) - len(drafted.after) * plain_s
-            cost.observe(max(0.0, seconds / plain_s - 1) / drafted.average)
-
-    def _observe_lone(self, row: Row, seconds: float) -> None:
-        """In a long context, compare a step with drafts with a plain one near it, until that is known."""
-        if self._drafted is not None:
-            self._learn_drafted()
-        context, drafted = row.position, row.outputs - 1
-        after_plain, self._after_plain = self._after_plain, not drafted
-        if context < LONG_CONTEXT or len(row.tokens) != row.outputs:
-            return
-        if not drafted:
-            self._lone_plain = (context, seconds) if after_plain else self._lone_plain
-            return
-        costs, (near, plain_s) = self._long_drafts.setdefault(context.bit_length(), []), self._lone_plain
-        if len(costs) < REMEMBERED and 0 < context - near <= TILE:
-            costs.append(max(0.0, seconds / plain_s - 1) / drafted)
+            changed, decoded = kind, [shape, seconds]
+            self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append(decoded)
+            if drafted and self.records:
+                self._drafted, self._slowed = (kind, decoded), RECORDED_AFTER
+        self._corrections.pop(changed, None)
 
     # Transfers -------------------------------------------------------------------------------------
 
@@ -388,6 +322,11 @@ class StepCostModel:
         """A transfer seemed too expensive to make."""
         self._saving.doubt()
         self._restoring.doubt()
+
+
+def _context_kind(cells: int) -> int:
+    """Contexts of one kind are within a factor of four."""
+    return cells.bit_length() // 2
 
 
 def _non_negative(shapes: Vector, seconds: Vector, weights: Vector) -> Vector:

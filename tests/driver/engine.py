@@ -413,7 +413,7 @@ class StepDriver:
 def eager_drafts(new_drafter: Callable[[], Drafter], max_tokens: int) -> SpecDecodePolicy:
     """Drafts that are submitted at once, without having come true before."""
     policy = SpecDecodePolicy(max_tokens, new_drafter)
-    policy.NGRAM_ACCEPTANCE = policy.MODEL_ACCEPTANCE
+    policy.NGRAM_ACCEPTANCE = 0.9
     return policy
 
 

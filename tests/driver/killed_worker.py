@@ -20,7 +20,7 @@ import msgspec
 from cllm.core.engine_core import EngineCore
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
-from cllm.core.spec_decode import SpecDecodePolicy
+from cllm.core.spec_decode import DecodeStep
 from cllm.messages import Report, StepReport
 from cllm.workers.engine_worker import EngineWorker
 
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
         from cllm.workers.engine_worker import main as run_worker
     if arguments[1] == "engine":
         watch_engine(KilledEngine(Path(os.environ["KILL_PLAN"])))
-        SpecDecodePolicy.MIN_GAIN = 0.0  # where drafts are on, they are made whether they pay or not
+        DecodeStep.MIN_GAIN = 0.0  # where drafts are on, they are made whether they pay or not
     return run_worker(arguments)
 
 

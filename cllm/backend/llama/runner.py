@@ -138,7 +138,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
                 shortest[copies] = min(shortest[copies], self._decode_s(1))
         return max(0.0, shortest[True] - shortest[False])
 
-    def _measure_drafts(self, longest: int) -> DraftCost | None:
+    def _measure_drafts(self, longest: int) -> DraftCost:
         """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
 
         A GPU repeats a step from its recording, if it is like those before: drafts cost it the next steps,
@@ -154,7 +154,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             if time.perf_counter() - started > MEASURED_S:
                 break
         if longest <= 2 or not all(shortest.values()):
-            return None
+            return DraftCost()
         step_s = shortest[1] / (1 + after)
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
         return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, Drafter
+from cllm.backend.base import RECORDED_AFTER, Batch, Drafter
 from cllm.core.drafts import DraftState
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotLease
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
-from cllm.core.step_cost import StepCostModel
+from cllm.core.step_cost import TILE, StepCostModel
 from cllm.types import ConstraintKind, ConstraintSpec, Prompt, Request
 from tests.unit.core.test_spec_decode import Parrot
 
@@ -42,24 +40,16 @@ def make_sequence(
 class Priced(StepCostModel):
     """Knows what a draft token for each row costs, relative to a plain step of 10 ms."""
 
-    def __init__(self, draft: float, *, split: bool = True) -> None:
+    def __init__(self, draft: float, *, split: bool = True, loaded: float | None = None) -> None:
+        """`loaded` is what was measured at load."""
         super().__init__(split=split)
-        self.draft = draft
-        self.doubts = 0
-        self.gains = True
+        self.draft, self.loaded = draft, draft if loaded is None else loaded
 
-    def drafts_gain(self, rows: int) -> bool:
-        return self.gains
-
-    def draft_step(self, rows, drafting, length, context=0):  # type: ignore[no-untyped-def]
-        plain = super().draft_step(rows, drafting, 0)  # a lone row, and rows computed apart
-        return plain + self.draft * length * len(drafting) / rows
-
-    def plain_step_s(self, rows: int) -> float:
-        return 0.01
-
-    def doubt_drafts(self, rows: int) -> None:
-        self.doubts += 1
+    def decode_step_s(self, rows, cells, drafting=(), length=0, *, corrected=True):  # type: ignore[no-untyped-def]
+        ids = set(drafting)
+        runs = sum(each - 1 not in ids for each in ids) if self.split and len(ids) < rows else 0
+        each = self.draft if corrected else self.loaded
+        return 0.01 * (1 + 0.6 * runs + each * length * len(ids) / rows)
 
 
 def drafted(
@@ -72,6 +62,12 @@ def drafted(
     policy = SpecDecodePolicy(max_tokens)
     drafts = policy.draft(sequences, cost or Priced(0.05), room=room, max_step_s=max_step_s)
     return {seq_id: len(draft) for seq_id, draft in drafts.items()}
+
+
+def plan_step(
+    policy: SpecDecodePolicy, sequences: list[Sequence], cost: StepCostModel
+) -> dict[int, list[int]]:
+    return policy.draft(sequences, cost, room=512, max_step_s=10.0)
 
 
 def eight(*drafting: int, able: int = 1000, acceptance: float = CERTAIN) -> list[Sequence]:
@@ -140,12 +136,21 @@ def test_the_poorer_the_acceptance_the_shorter_the_draft() -> None:
     assert lengths[0] > 4 and lengths[-1] == 0
 
 
-def test_drafts_that_are_too_expensive_are_not_made_and_that_is_counted() -> None:
-    cost = Priced(3.0)
-    assert drafted(*eight(*range(8)), cost=cost) == {}
-    assert cost.doubts == 1
-    assert drafted(*eight(), cost=cost) == {}
-    assert cost.doubts == 1, "no sequence had a proposal: nothing was refused"
+def test_drafts_that_are_too_expensive_are_not_made() -> None:
+    assert drafted(*eight(*range(8)), cost=Priced(3.0)) == {}
+
+
+@pytest.mark.parametrize(("draft", "lost"), [(3.0, 8 * 3.0), (1.5, 8 * 1.5)])
+def test_drafts_that_only_measured_time_speaks_against_are_explored(draft: float, lost: float) -> None:
+    """They were cheap at load. What they lose is a share of the time."""
+    policy, sequences = SpecDecodePolicy(8), eight(*range(8))
+    cost, steps = Priced(draft, loaded=0.1), 16_000
+    drafting = [bool(plan_step(policy, sequences, cost)) for _ in range(steps)]
+    assert sum(drafting) == pytest.approx(steps * policy.EXPLORE_SHARE / lost, rel=0.1)
+    expensive = Priced(draft)
+    assert not any(plan_step(policy, sequences, expensive) for _ in range(2000)), "they were never cheap"
+    lone = [make_sequence(0, Parrot())]
+    assert not any(plan_step(policy, lone, cost) for _ in range(2000)), "the same steps every time"
 
 
 def test_rows_without_a_draft_are_padded_if_most_have_one() -> None:
@@ -154,14 +159,10 @@ def test_rows_without_a_draft_are_padded_if_most_have_one() -> None:
     assert set(found) == set(range(8)) and len(set(found.values())) == 1
 
 
-@pytest.mark.parametrize("draft", [0.02, 0.1, 0.3, 0.45])
-@pytest.mark.parametrize("drafting", [1, 4, 7])
-@pytest.mark.parametrize("split", [True, False])
-def test_a_row_that_does_not_draft_waits_half_a_step_more_at_most(
-    draft: float, drafting: int, split: bool
-) -> None:
-    found = drafted(*eight(*range(drafting)), cost=Priced(draft, split=split))
-    assert 1 + draft * sum(found.values()) / 8 <= SpecDecodePolicy.MAX_SHARED_COST
+def test_a_row_that_does_not_draft_waits_only_where_all_together_gain() -> None:
+    """One of eight drafts: its two tokens do not pay for the time of seven others."""
+    assert drafted(*eight(0), cost=Priced(4.0, split=False)) == {}
+    assert set(drafted(*eight(0), cost=Priced(0.1, split=False))) == {0}
 
 
 def test_with_unified_kv_no_row_needs_padding() -> None:
@@ -191,92 +192,73 @@ def test_a_padded_row_gets_its_own_proposal_first() -> None:
     assert drafts[7] == [1, *[short.tokens[-1]] * (len(drafts[0]) - 1)]
 
 
-def test_drafts_are_looked_for_less_and_less_where_that_is_costly_and_does_not_pay() -> None:
+class Ticking:
+    """A clock whose every reading is `tick_s` later."""
+
+    def __init__(self, tick_s: float) -> None:
+        self.tick_s, self.now = tick_s, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+@pytest.mark.parametrize(("look_s", "every"), [(1e-5, 1), (0.001, 11), (0.004, 41)])
+def test_looking_for_drafts_in_vain_takes_a_hundredth_of_the_time(
+    look_s: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cllm.core.spec_decode.time", Ticking(look_s))
     policy, cost = SpecDecodePolicy(8), Priced(0.05)
     parrot = Parrot(0)
-    sequences = [make_sequence(0, parrot), *(make_sequence(number, Parrot(0)) for number in range(1, 16))]
+    sequences = [make_sequence(0, parrot), make_sequence(1, Parrot(0))]
+    for _ in range(20):  # until it is known how long a look takes
+        policy.start(Request(id="new", prompt=Prompt((1,)), max_tokens=4))  # may repeat what was said
+        plan_step(policy, sequences, cost)
+    before = len(parrot.asked)
+    for _ in range(10 * every):
+        plan_step(policy, sequences, cost)
+    assert 9 <= len(parrot.asked) - before <= 10
+    lone = Parrot(0)
+    for _ in range(10 + every):
+        plan_step(policy, [make_sequence(0, lone)], cost)
+    assert len(lone.asked) >= 10, "a lone sequence does not depend on the clock"
 
-    def look(steps: int) -> list[int]:
-        """The steps in which it was asked."""
-        found = []
-        for number in range(steps):
-            before = len(parrot.asked)
-            policy.draft(sequences, cost, room=512, max_step_s=10.0)
-            if len(parrot.asked) > before:
-                found.append(number)
-        return found
 
-    rests = [after - before for before, after in pairwise(look(800))]
-    assert rests == [policy.REST, 2 * policy.REST, 4 * policy.REST, policy.MAX_REST, policy.MAX_REST]
-    policy.start(Request(id="new", prompt=Prompt((1,)), max_tokens=4))
-    assert look(100)[:2] == [0, policy.REST], "what is new may repeat itself"
-    sequences = sequences[:4]
-    policy.draft(sequences, cost, room=512, max_step_s=10.0)
-    assert look(50) == list(range(50)), "for a few rows it costs nothing"
+def test_drafts_that_pay_are_looked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cllm.core.spec_decode.time", Ticking(0.01))
+    policy, cost = SpecDecodePolicy(8), Priced(0.05)
+    assert all(plan_step(policy, eight(*range(8)), cost) for _ in range(20))
 
 
 def test_on_a_gpu_a_lone_sequence_looks_now_and_then_since_a_look_costs_the_batch_prepared_ahead() -> None:
     policy, cost = SpecDecodePolicy(8), Priced(0.05)
     cost.records = True
     parrot = Parrot(0)
-    sequences = [make_sequence(0, parrot)]
-    for _ in range(10 * policy.LOOK_EVERY):
-        policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    for _ in range(10 * (RECORDED_AFTER + 1)):
+        plan_step(policy, [make_sequence(0, parrot)], cost)
     assert len(parrot.asked) == 10
     sequences = [make_sequence(0, Parrot())]
-    steps = range(3 * policy.LOOK_EVERY)
-    drafting = [bool(policy.draft(sequences, cost, room=512, max_step_s=10.0)) for _ in steps]
-    assert all(drafting[policy.LOOK_EVERY :]), "where it pays, in every step"
+    drafting = [bool(plan_step(policy, sequences, cost)) for _ in range(20)]
+    assert all(drafting[RECORDED_AFTER + 1 :]), "where it pays, in every step"
 
 
-def test_on_a_gpu_no_draft_is_made_before_a_plain_step_of_so_many_rows_was_measured() -> None:
-    """Nor beside padding: such steps have no price, so that drafts would be taken for cheap for ever."""
-    policy, sequences = SpecDecodePolicy(8), [make_sequence(number, Parrot()) for number in range(4)]
-    for records in (True, False):
-        cost = StepCostModel(records=records)
-        assert policy.rests(4, cost) is records
-        assert bool(policy.draft(sequences, cost, room=512, max_step_s=10.0)) is not records
-
-
-def test_drafts_that_were_tried_and_lost_rest_for_long() -> None:
-    policy, cost = SpecDecodePolicy(8), Priced(0.01)
-    cost.gains = False
-    sequences = [make_sequence(number, Parrot()) for number in range(16)]
-    drafting = [
-        number
-        for number in range(policy.TRIAL_REST + 50)
-        if policy.draft(sequences, cost, room=512, max_step_s=10.0)
-    ]
-    again = policy.TRIAL + policy.TRIAL_REST
-    assert drafting == [*range(policy.TRIAL), *range(again, again + policy.TRIAL)]
-    cost.gains = True
-    policy = SpecDecodePolicy(8)
-    assert all(policy.draft(sequences, cost, room=512, max_step_s=10.0) for _ in range(50))
-
-
-def test_a_new_request_ends_a_rest_but_not_the_one_after_a_loss() -> None:
-    policy, cost = SpecDecodePolicy(8), Priced(0.01)
-    cost.gains = False
-    sequences = [make_sequence(number, Parrot()) for number in range(16)]
-    for _ in range(policy.TRIAL + 1):
-        policy.draft(sequences, cost, room=512, max_step_s=10.0)
-    policy.start(Request(id="new", prompt=Prompt((1,)), max_tokens=4))
-    assert policy.rests(len(sequences), cost)
-
-
-def test_while_drafts_rest_each_sequence_learns_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_drafts_are_not_looked_for_each_sequence_learns_in_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cllm.core.spec_decode.time", Ticking(1.0))
     policy, cost = SpecDecodePolicy(8), Priced(0.05)
-    sequences = [make_sequence(number, Parrot(0)) for number in range(policy.LEARN_EVERY)]
+    sequences = [make_sequence(number, Parrot(0)) for number in range(TILE // 4)]
     learned: list[DraftState] = []
     monkeypatch.setattr(DraftState, "learn", lambda state, tokens: learned.append(state))
     for number, sequence in enumerate(sequences):
         sequence.arrival = number
     policy.learn(sequences)
-    assert len(learned) == len(sequences), "nothing rests yet"
-    policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    assert len(learned) == len(sequences), "nothing waits yet"
+    while policy.looks():
+        plan_step(policy, sequences, cost)
     learned.clear()
-    for number in range(policy.LEARN_EVERY):
-        assert policy.rests(len(sequences), cost)
+    for number in range(len(sequences)):
+        assert not policy.looks()
         policy.learn(sequences)
         assert len(set(learned)) == len(learned) == number + 1
 
@@ -305,10 +287,23 @@ def test_a_draft_model_is_not_asked_under_load() -> None:
     parrots = [Parrot() for _ in range(8)]
     sequences = [make_sequence(number, parrot) for number, parrot in enumerate(parrots)]
     policy = SpecDecodePolicy(8, draft_model=lambda tenant: Parrot())
-    assert policy.draft(sequences, Priced(0.01), room=100, max_step_s=10) == {}
+    assert plan_step(policy, sequences, Priced(0.01)) == {}
     assert not any(parrot.asked for parrot in parrots)
-    assert policy.draft(sequences[:2], Priced(0.01), room=100, max_step_s=10)
+    policy = SpecDecodePolicy(8, draft_model=lambda tenant: Parrot())
+    assert plan_step(policy, sequences[:2], Priced(0.01))
     assert parrots[0].asked == parrots[1].asked == [4]
+
+
+def test_a_draft_model_that_is_wrong_is_asked_for_a_share_of_the_steps() -> None:
+    policy = SpecDecodePolicy(8, draft_model=lambda tenant: Parrot())
+    parrot = Parrot()
+    sequence, steps = make_sequence(0, parrot, acceptance=1.0), 2000
+    for _ in range(steps):
+        plan_step(policy, [sequence], Priced(0.2))
+        sequence.tokens.append(9)
+        sequence.num_computed += 1
+        sequence.stopping.token_limit += 1
+    assert steps * policy.EXPLORE_SHARE <= len(parrot.asked) <= steps * policy.EXPLORE_SHARE + 10
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -111,7 +111,7 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
 def test_rejected_drafts_cost_nothing_that_counts_as_work() -> None:
     costs = []
     for wrong in (1.0, 0.0):
-        driver = StepDriver(FakeRunner(sequences=1), new_drafter=flawed_drafters(1, wrong))
+        driver = StepDriver(FakeRunner(sequences=1), new_drafter=flawed_drafters(3, wrong))
         name = driver.add(b"hello", 60, ignore_eos=True)
         driver.run()
         driver.check_end()
