@@ -74,6 +74,7 @@ class BatchWork:
         self.lines: deque[BatchLine] = deque()
         self.last: BatchLine | None = None  # that was read
         self.read_all = False
+        self.ending = False  # it starts no more lines
         self.running: dict[asyncio.Task[None], BatchLine] = {}
         self.attempts: Counter[int] = Counter()  # of lines that failed, by number
 
@@ -82,7 +83,9 @@ class BatchWork:
         return _decode(self.stored.record)
 
     async def see_next(self, store: JobStore) -> BatchLine | None:
-        """The next line, which stays the next."""
+        """The next line, which stays the next; none of a batch that is ending."""
+        if self.ending:
+            return None
         if not self.lines and not self.read_all:
             found = await store.run(JobDatabase.next_lines, self.stored.id, self.last, FETCHED)
             self.lines.extend(found)
@@ -258,6 +261,7 @@ class BatchRunner:
             status, message = "completed", ""
         if not status:
             return
+        work.ending = True
         for task in work.running:
             task.cancel()
         if work.running:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cllm.config import ServerConfig
@@ -95,6 +96,24 @@ def test_lines_of_another_model_have_its_slots(tmp_path: Path) -> None:
         assert all(task.cancelled() for task in runner._works["a"].running)
         for task in runner._works["b"].running:
             task.cancel()
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_batch_starts_no_lines(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = JobStore(tmp_path, 1 << 20)
+        await add_batch(store, "b", 20)
+        runner = make_runner(store)
+        assert await runner.look() == SLOTS + SURPLUS
+        (work,) = runner._works.values()
+        batch = work.batch
+        batch.enter("cancelling")
+        work.stored = msgspec.structs.replace(work.stored, record=batches._encode(batch))
+        next(iter(work.running)).cancel()  # one has ended meanwhile
+        await asyncio.sleep(0)
+        assert await runner.look() == 0
         store.close()
 
     asyncio.run(check())
