@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from cllm.config import ServerConfig
 from cllm.server import batches
-from cllm.server.batch_runner import MODEL, SURPLUS, BatchRunner, BatchWork
+from cllm.server.batch_runner import MODEL, SURPLUS, BatchRunner, BatchWork, _decode
 from cllm.server.batches import BatchObject, make_opening, read_lines
 from cllm.server.job_store import BatchLine, JobDatabase, JobStore, StoredObject
 from cllm.server.keys import KeyRing
@@ -70,18 +71,44 @@ class CountedRunner(BatchRunner):
         return self.count_running()
 
 
-async def add_batch(store: JobStore, name: str, count: int, opening: bytes = b"") -> None:
+async def add_batch(
+    store: JobStore, name: str, count: int, opening: bytes = b"", tenant: str = "", window_s: int = 3600
+) -> None:
     now = time.time()
-    record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "", "completion_window": "1h"}
-    batch = BatchObject(id=name, status="in_progress", created_at=0, expires_at=int(now) + 3600, **record)
-    stored = StoredObject(name, "", now, active=True, record=batches._encode(batch))
-    lines = [BatchLine(number, 0, 1, opening) for number in range(count)]
+    record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "file-1", "completion_window": "1h"}
+    record["expires_at"] = int(now) + window_s
+    batch = BatchObject(id=name, status="in_progress", created_at=0, **record)
+    stored = StoredObject(name, tenant, now, active=True, record=batches._encode(batch))
+    lines = [BatchLine(number, 0, 1 << 10, opening) for number in range(count)]
     await store.run(JobDatabase.add, "batch", stored, 0, lines)
 
 
-def make_runner(store: JobStore, beside: int = 0) -> CountedRunner:
+def make_runner(store: JobStore, beside: int = 0, keys: str = "") -> CountedRunner:
     config = ServerConfig(batch_beside=beside)
-    return CountedRunner(None, {}, store, None, KeyRing("", ""), config)  # type: ignore[arg-type]
+    return CountedRunner(None, {}, store, None, KeyRing("", keys), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "window_s", "status"), [("key1", -1, "expired"), ("removed", 3600, "cancelled")]
+)
+def test_a_batch_ends_with_its_window_or_its_key(
+    tenant: str, window_s: int, status: str, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        store = JobStore(tmp_path, 1 << 20)
+        line = {"custom_id": "left", "method": "POST", "url": ROUTE, "body": {}}
+        content = json.dumps(line).encode()
+        file = StoredObject("file-1", tenant, time.time())
+        await store.add_file(file, io.BytesIO(content), len(content))
+        await add_batch(store, "b", 1, tenant=tenant, window_s=window_s)
+        assert await make_runner(store, keys="one,two").look() == 0
+        ended = _decode((await store.run(JobDatabase.get, "batch", tenant, "b")).record)
+        assert ended.status == status and ended.error_file_id is not None
+        answer = json.loads(store.get_path(ended.error_file_id).read_text())
+        assert answer["custom_id"] == "left" and answer["error"]["code"] == f"batch_{status}"
+        store.close()
+
+    asyncio.run(check())
 
 
 def test_lines_of_another_model_have_its_slots(tmp_path: Path) -> None:
