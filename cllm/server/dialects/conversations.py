@@ -26,18 +26,21 @@ _decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
 
 
+Items = Annotated[
+    Annotated[list[ResponseItem], Meta(max_length=MAX_MESSAGES)], about("Items to add", bodies.MESSAGES)
+]
+
+
 class ItemsBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/conversations/{conversation_id}/items`."""
 
     EXAMPLE = {"items": bodies.MESSAGES}
 
-    items: Annotated[
-        Annotated[list[ResponseItem], Meta(max_length=MAX_MESSAGES)], about("Items to add", bodies.MESSAGES)
-    ] = []
+    items: Items
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {**value, "items": take_items(value.get("items") or [])}
+        return value | {name: take_items(value[name]) for name in ("items",) if name in value}
 
 
 class ConversationBody(ItemsBody, kw_only=True):
@@ -46,6 +49,7 @@ class ConversationBody(ItemsBody, kw_only=True):
     EXAMPLE = {"metadata": {"topic": "demo"}}
     OPTIONAL = True
 
+    items: Items = []
     metadata: Annotated[
         Metadata, about("Returned unchanged: up to 16 texts", {"topic": "demo"}, max_length=16)
     ] = {}
