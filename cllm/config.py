@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
 from cllm.fields import StructKind, describe_unknown, parse_fields
+from cllm.limits import MAX_RECONNECT_S
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
@@ -276,6 +277,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: Annotated[
         str, _folder("Folder of files, batches, responses. Default: ~/.local/state/cllm/jobs-PORT.")
     ] = ""
+    reconnect_s: Annotated[
+        float, _rare("Streams go on for this long after a lost connection, seconds.", 0, MAX_RECONNECT_S)
+    ] = 0.0
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
     max_body_mb: Annotated[int, _rare("Largest request body, MiB.", 1)] = 8
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32

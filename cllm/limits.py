@@ -59,6 +59,12 @@ MAX_PIECES = _limit(1 << 16, "bytes with pieces", "the same where `with_pieces` 
 # Batches.
 MAX_FILE_BYTES = _limit(200 << 20, "bytes of a file", "bytes of a file that is uploaded")
 MAX_BATCH_LINES = _limit(50_000, "lines", "requests of a batch")
+MAX_UPLOADS = _limit(4, "uploads", "files that a key uploads at the same time; one more gets a 429")
+
+# Streams that can be reconnected to, and background answers.
+MAX_LOG_BYTES = _limit(16 << 20, "bytes of a kept stream", "events of one answer; older ones are dropped")
+MAX_LOGS_BYTES = _limit(256 << 20, "bytes of kept streams", "the same of all answers together")
+MAX_RECONNECT_S = _limit(600, "seconds to reconnect", "`reconnect_s` of a request")
 
 # Grammars, expressions, schemas, and the tools of a request together. Counted before native code sees them.
 MAX_SOURCE = _limit(256 << 10, "characters", "characters of a grammar, an expression or a schema")

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -23,7 +23,8 @@ from cllm.models.files import format_memory, format_size
 KEY_VARIABLE = "CLLM_API_KEY"
 CONNECT_S = 3.0
 READ_S = 600.0  # a server that computes a long prompt is silent meanwhile
-DATA = "data:"
+RECONNECT_S = 60  # a stream goes on without its reader
+RETRIES, RETRY_S = 5, 1.0  # to take up a stream
 Url = Annotated[
     str, Option("--url", envvar="CLLM_URL", metavar="URL", show_default=False, help="Address of the server.")
 ]
@@ -51,6 +52,7 @@ class ServerModel(NamedTuple):
     context: int
     aliases: tuple[str, ...] = ()
     loaded: bool = True
+    reconnects: bool = False  # the server keeps streams
 
 
 class ServerClient:
@@ -102,6 +104,7 @@ class ServerClient:
                 entry.get("context_length") or entry.get("max_model_len") or 0,
                 tuple(entry.get("aliases") or ()),
                 entry.get("loaded", True) is not False,
+                entry.get("owned_by") == "cllm",
             )
             for entry in self.request("/v1/models").get("data") or []
         ]
@@ -117,17 +120,45 @@ class ServerClient:
         raise ModelNotFound(f"the server at {self.url} has no model {name!r}; it serves: {names}")
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a stream. Leaving the loop closes the connection, which cancels the request."""
-        with self._reporting(), self._client.stream("POST", path, json=body) as answer:
+        """The events of a stream. Leaving the loop cancels the request.
+
+        Where the server keeps the stream, a lost connection is taken up again after the last event.
+        """
+        last, lost = "", 0
+        request: dict[str, Any] = {"method": "POST", "url": path, "json": body}
+        try:
+            while True:
+                try:
+                    with self._reporting():
+                        for name, value in self._read_fields(request):
+                            if name == "id":
+                                last = value
+                            elif value != "[DONE]":
+                                event, lost = json.loads(value), 0
+                                if event.get("error"):
+                                    raise _make_error(event)
+                                yield event
+                    last = ""
+                    return
+                except ServerUnreachable:
+                    if not last or (lost := lost + 1) > RETRIES:
+                        raise
+                    time.sleep(RETRY_S)
+                    url = f"/v1/streams/{last.rpartition('.')[0]}"
+                    request = {"method": "GET", "url": url, "headers": {"Last-Event-ID": last}}
+        finally:
+            if last:
+                with suppress(httpx.HTTPError):
+                    self._client.delete(f"/v1/streams/{last.rpartition('.')[0]}", timeout=CONNECT_S)
+
+    def _read_fields(self, request: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """The fields `id` and `data` of a response's events."""
+        with self._client.stream(**request) as answer:
             _check(answer)
             for line in answer.iter_lines():
-                text = line.removeprefix(DATA).strip()
-                if not line.startswith(DATA) or text == "[DONE]":
-                    continue
-                event = json.loads(text)
-                if event.get("error"):
-                    raise _make_error(event)
-                yield event
+                name, _, value = line.partition(":")
+                if name in ("id", "data"):
+                    yield name, value.strip()
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

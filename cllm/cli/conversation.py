@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from cllm.cli.client import ServerClient
+from cllm.cli.client import RECONNECT_S, ServerClient
 from cllm.cli.terminal import Screen
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, Unauthorized
@@ -214,7 +214,7 @@ Answer = Generator[Piece | AnswerEnd, None, None]  # pieces, then one end
 class ServerAnswers(ServerClient):
     """Answers of a running server, once a model of it is chosen."""
 
-    name, context = "", 0  # a context of 0 is unknown
+    name, context, reconnects = "", 0, False  # a context of 0 is unknown
     is_base = False  # a server has a chat template for each model
 
     @property
@@ -227,10 +227,12 @@ class ServerAnswers(ServerClient):
 
     def change_model(self, name: str) -> None:
         """Take the model of this name, or any for "". Raise ModelNotFound, with the list."""
-        self.name, self.context = self.find_model(name)[:2]
+        model = self.find_model(name)
+        self.name, self.context, self.reconnects = model.name, model.context, model.reconnects
 
     def answer(self, messages: str | Messages, options: Options) -> Answer:
-        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        usage |= {"reconnect_s": RECONNECT_S} if self.reconnects else {}
         raw = isinstance(messages, str)
         body = {"model": self.name, "prompt" if raw else "messages": messages, **options, **usage}
         end = AnswerEnd()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,21 @@ from cllm.config import ServerConfig, split_list
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, NotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
+from cllm.server import dialect
+from cllm.server.answer_log import AnswerLogs
+from cllm.server.background import BackgroundAnswers, call_route
 from cllm.server.batch_runner import BatchRunner
 from cllm.server.batches import ENDPOINTS
 from cllm.server.dialect import JSON, HttpError, respond
 from cllm.server.dialects import DIALECTS, TABLE
+from cllm.server.dialects.responses import ROUTE as RESPONSES
 from cllm.server.generation import GenerationBody
 from cllm.server.job_store import JobStore
 from cllm.server.keys import KeyRing
 from cllm.server.live import LiveFeed
 from cllm.server.middleware import PAGE_FILES, RequestMiddleware
 from cllm.server.openapi import make_description
+from cllm.server.sse import resume_stream
 from cllm.server.turns import TenantTurns
 
 FOLDER = Path(__file__).parent / "page"
@@ -84,8 +90,11 @@ def create_app(
     app.state.jobs = JobStore(folder, config.job_store_mb << 20, lambda: len(keys.tenants))
     app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_mb << 20
     routes = {each.path: each for one in DIALECTS for each in one.routes if each.path in ENDPOINTS}
-    app.state.batches = BatchRunner(app, routes, app.state.jobs, registry, keys, config)
-    app.state.slow_reader_s = config.slow_reader_s
+    call = partial(call_route, app, keys)
+    app.state.batches = BatchRunner(call, routes, app.state.jobs, registry, keys, config)
+    app.state.logs, app.state.uploads = AnswerLogs(), Counter[str]()
+    app.state.background = BackgroundAnswers(call, routes[RESPONSES], app.state.jobs, keys)
+    app.state.slow_reader_s, app.state.reconnect_s = config.slow_reader_s, config.reconnect_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
     app.state.add_defaults = make_defaults(registry, app.state.defaults)
@@ -106,13 +115,20 @@ def _make_routes(*, closed: bool) -> list[BaseRoute]:
 
     own = {"/": root, "/docs": docs, PAGE_FILES + "{name:path}": page_file, "/openapi.json": openapi}
     routes = [
-        Route(each.path, each.respond, methods=[each.method]) for one in DIALECTS for each in one.routes
+        Route(each.path, partial(_respond, each) if each.computes else each.respond, methods=[each.method])
+        for one in DIALECTS
+        for each in one.routes
     ]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in own.items()]
     for route in routes:
         assert route.methods is not None
         route.methods.discard("HEAD")  # RequestMiddleware answers it as GET
     return [*routes]
+
+
+async def _respond(route: dialect.Route, http: Request) -> Response:
+    """The answer of a route, or the rest of an earlier one."""
+    return resume_stream(http) if "last-event-id" in http.headers else await route.respond(http)
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter, deque
@@ -18,21 +19,26 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Message
 
 from cllm.config import ServerConfig
 from cllm.errors import CllmError, PoisonRequest
-from cllm.frontend.async_calls import CALLER, Caller
-from cllm.frontend.engine_registry import EngineRegistry, ModelLease
+from cllm.frontend.engine_registry import EngineRegistry
+from cllm.frontend.served_model import ServedModel
+from cllm.server.background import CallRoute
 from cllm.server.batches import BatchObject, FileObject, make_answer, make_refusal, read_request
 from cllm.server.dialect import Route
 from cllm.server.generation import BATCH_PRIORITY
-from cllm.server.job_store import DONE, FAILED, BatchLine, JobDatabase, JobStore, LineCounts, StoredObject
+from cllm.server.job_store import (
+    DONE,
+    FAILED,
+    BatchLine,
+    JobDatabase,
+    JobStore,
+    LineCounts,
+    LineTokens,
+    StoredObject,
+)
 from cllm.server.keys import KeyRing
-from cllm.server.middleware import LEASES, ROUTE_SEND
-from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.025  # between two looks at the queue while lines run
@@ -41,9 +47,19 @@ RETRY_S = 1.0  # after a refusal for want of capacity, or a failure of the store
 STARVED_S = 60.0  # without a line that started: then one does, however busy the server is
 MAX_ATTEMPTS = 3  # at a line that fails by the server's fault
 FETCHED = 64  # lines that are read at a time
+MODEL = re.compile(rb'\[("(?:[^"\\]|\\.)*")')  # at the beginning of a line's opening
 SURPLUS = 2  # lines beyond the slots: a freed slot has a successor at once
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
 _decode = msgspec.json.Decoder(BatchObject).decode
+
+
+class AnswerUsage(msgspec.Struct):
+    """What an answer of any endpoint says of its tokens."""
+
+    usage: LineTokens
+
+
+_decode_usage = msgspec.json.Decoder(AnswerUsage).decode
 
 
 class Retry(Exception):
@@ -58,6 +74,7 @@ class BatchWork:
         self.lines: deque[BatchLine] = deque()
         self.last: BatchLine | None = None  # that was read
         self.read_all = False
+        self.ending = False  # it starts no more lines
         self.running: dict[asyncio.Task[None], BatchLine] = {}
         self.attempts: Counter[int] = Counter()  # of lines that failed, by number
 
@@ -65,12 +82,15 @@ class BatchWork:
     def batch(self) -> BatchObject:
         return _decode(self.stored.record)
 
-    async def next_line(self, store: JobStore) -> BatchLine | None:
+    async def see_next(self, store: JobStore) -> BatchLine | None:
+        """The next line, which stays the next; none of a batch that is ending."""
+        if self.ending:
+            return None
         if not self.lines and not self.read_all:
             found = await store.run(JobDatabase.next_lines, self.stored.id, self.last, FETCHED)
             self.lines.extend(found)
             self.last, self.read_all = found[-1] if found else self.last, not found
-        return self.lines.popleft() if self.lines else None
+        return self.lines[0] if self.lines else None
 
 
 class BatchRunner:
@@ -78,7 +98,7 @@ class BatchRunner:
 
     def __init__(
         self,
-        app: Any,
+        call: CallRoute,
         routes: Mapping[str, Route],
         store: JobStore,
         registry: EngineRegistry,
@@ -86,7 +106,7 @@ class BatchRunner:
         config: ServerConfig,
     ) -> None:
         """`routes` are those of lines, by their path."""
-        self._app, self._routes, self._store = app, routes, store
+        self._call, self._routes, self._store = call, routes, store
         self._registry, self._keys = registry, keys
         self._ttl, self._beside = config.response_ttl, config.batch_beside
         self._works: dict[str, BatchWork] = {}
@@ -130,11 +150,14 @@ class BatchRunner:
         for work in [*self._works.values()]:
             self._collect(work)
             await self._end_if_done(work)
-        lines, live, slots = self._count_requests()
-        if live:
-            self._give_back(live + lines - slots)
+        for model in {
+            self._find_model(line) for work in self._works.values() for line in work.running.values()
+        }:
+            lines, live, slots = self._count_requests(model)
+            if live:
+                self._give_back(model, live + lines - slots)
         if time.monotonic() >= self._paused_until:
-            await self._start_lines(lines, live, slots)
+            await self._start_lines()
 
     async def _read_batches(self) -> None:
         for stored in await self._store.run(JobDatabase.list_active, "batch"):
@@ -143,14 +166,24 @@ class BatchRunner:
             else:
                 work.stored = stored
 
-    def _count_requests(self) -> tuple[int, int, int]:
-        """Requests of lines and of others in the engines, and the slots for them."""
-        states = self._registry.requests
-        lines = sum(state.request.priority == BATCH_PRIORITY for state in states)
-        slots = 1
+    def _find_model(self, line: BatchLine) -> ServedModel:
+        """The model of a line; the default one for a name that its route refuses."""
+        named = MODEL.match(line.opening)
         with suppress(CllmError):
-            slots = ((limits := self._registry.current.limits) and limits.max_running) or 1
-        return lines, len(states) - lines, slots
+            return self._registry.find(msgspec.json.decode(named[1]) if named else None)
+        return self._registry.default
+
+    def _count_requests(self, model: ServedModel) -> tuple[int, int, int]:
+        """Requests of lines and of others in the engines of a model, and the slots for them."""
+        states = model.requests
+        lines = sum(state.request.priority == BATCH_PRIORITY for state in states)
+        limits = model.engine.limits if model.engine is not None else None
+        return lines, len(states) - lines, (limits and limits.max_running) or 1
+
+    def _list_tasks(self, model: ServedModel) -> list[asyncio.Task[None]]:
+        """The lines that run on a model, the youngest last."""
+        running = [each for work in self._works.values() for each in work.running.items()]
+        return [task for task, line in running if self._find_model(line) is model]
 
     def _collect(self, work: BatchWork) -> None:
         """Take the lines that have ended out of the running ones; one without an answer runs again."""
@@ -164,27 +197,31 @@ class BatchRunner:
                     if not isinstance(error, Retry | CllmError):
                         log.error("a line of %s failed", work.stored.id, exc_info=error)
 
-    def _give_back(self, count: int) -> None:
-        """Cancel the youngest lines: live requests need their slots."""
-        tasks = [task for work in self._works.values() for task in work.running]
+    def _give_back(self, model: ServedModel, count: int) -> None:
+        """Cancel the youngest lines of a model: live requests need their slots."""
+        tasks = self._list_tasks(model)
         for task in tasks[len(tasks) - min(count, len(tasks)) :] if count > 0 else ():
             task.cancel()
 
-    async def _start_lines(self, lines: int, live: int, slots: int) -> None:
+    def _has_room(self, model: ServedModel) -> bool:
+        """True if a line may start on a model."""
+        lines, live, slots = self._count_requests(model)
         limit = slots + SURPLUS if not live else min(self._beside, slots - live)
         if live and time.monotonic() - self._started_at > STARVED_S:
             limit = max(1, limit)
-        running = sum(len(work.running) for work in self._works.values())
-        while max(running, lines) < limit:
+        return max(len(self._list_tasks(model)), lines) < limit
+
+    async def _start_lines(self) -> None:
+        while True:
             busy: Counter[str] = Counter()
             for work in self._works.values():
                 busy[work.stored.tenant] += len(work.running)
             for work in sorted(self._works.values(), key=lambda each: busy[each.stored.tenant]):
-                if (line := await work.next_line(self._store)) is not None:
-                    task = asyncio.ensure_future(self._run_line(work, line))
-                    work.running[task] = line
+                line = await work.see_next(self._store)
+                if line is not None and self._has_room(self._find_model(line)):
+                    work.lines.popleft()
+                    work.running[asyncio.ensure_future(self._run_line(work, line))] = line
                     self._started_at = time.monotonic()
-                    running += 1
                     break
             else:
                 return
@@ -195,49 +232,28 @@ class BatchRunner:
         """Answer a line. Raises Retry, and StorageFailed where the answer could not be kept."""
         batch = work.batch
         request = await asyncio.to_thread(self._read, batch, line)
-        response = await self._call(self._routes[batch.endpoint], work.stored.tenant, bytes(request.body))
+        route, tenant = self._routes[batch.endpoint], work.stored.tenant
+        response = await self._call(route, tenant, bytes(request.body), priority=BATCH_PRIORITY)
         status, body = response.status_code, bytes(response.body)
         if status >= 500 and PoisonRequest.code.encode() not in body:
             work.attempts[line.number] += 1
         if status in (429, 503) or 0 < work.attempts[line.number] < MAX_ATTEMPTS:
             raise Retry
         answer = make_answer(request.custom_id, status, f"batch_req_{secrets.token_hex(12)}", body)
-        state = DONE if status == 200 else FAILED
-        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state)
+        state, tokens = (DONE, _decode_usage(body).usage.total_tokens) if status == 200 else (FAILED, 0)
+        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state, tokens)
 
     def _read(self, batch: BatchObject, line: BatchLine) -> Any:
         with self._store.get_path(batch.input_file_id).open("rb") as file:
             file.seek(line.begin)
             return read_request(file.read(line.size))
 
-    async def _call(self, route: Route, tenant: str, body: bytes) -> Response:
-        """What the route answers to a request of a tenant."""
-        leases: list[ModelLease] = []
-        messages = deque([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def receive() -> Message:
-            if messages:
-                return messages.popleft()
-            await asyncio.get_running_loop().create_future()  # there is no client to disconnect
-            raise AssertionError
-
-        limits = self._keys.tenants.get(tenant) or TenantLimits(name=tenant)
-        state = {"tenant": limits, "dialect": route.dialect, "priority": BATCH_PRIORITY}
-        scope = {"type": "http", "method": "POST", "path": route.path, "path_params": {}, "query_string": b""}
-        more = {"headers": [], "app": self._app, "state": state, LEASES: leases, ROUTE_SEND: None}
-        CALLER.set(Caller(tenant))
-        try:
-            return await route.respond(Request({**scope, **more}, receive))
-        finally:
-            for lease in leases:
-                lease.release()
-
     # The end of a batch ------------------------------------------------------------------------------
 
     async def _end_if_done(self, work: BatchWork) -> None:
         """Write the files of a batch that has no line left, or was cancelled, or has expired."""
         batch, status = work.batch, ""
-        if batch.status == "cancelling" or not self._is_allowed(work.stored.tenant):
+        if batch.status == "cancelling" or not self._keys.allows(work.stored.tenant):
             status, message = "cancelled", "the batch was cancelled before this line was computed"
         elif time.time() >= batch.expires_at:
             status, message = "expired", "the batch expired before this line was computed"
@@ -245,12 +261,14 @@ class BatchRunner:
             status, message = "completed", ""
         if not status:
             return
+        work.ending = True
         for task in work.running:
             task.cancel()
         if work.running:
             return  # they end first
         files = {state: self._make_file(work, name) for state, name in ((DONE, "output"), (FAILED, "error"))}
-        finish = partial(self._finish, status, files)
+        tokens = await self._store.run(JobDatabase.count_tokens, work.stored.id)
+        finish = partial(self._finish, status, files, tokens)
 
         def describe(line: BatchLine) -> bytes:
             custom_id = self._read(batch, line).custom_id
@@ -265,10 +283,6 @@ class BatchRunner:
         await self._store.run(JobDatabase.finish_batch, work.stored, stored, finish, describe)
         del self._works[work.stored.id]
 
-    def _is_allowed(self, tenant: str) -> bool:
-        """False for the tenant of a key that was removed."""
-        return not self._keys.closed or tenant in self._keys.tenants
-
     def _make_file(self, work: BatchWork, name: str) -> FileObject:
         batch_id, now = work.stored.id, int(time.time())
         return FileObject(
@@ -281,10 +295,15 @@ class BatchRunner:
         )
 
     def _finish(
-        self, status: str, files: Mapping[int, FileObject], stored: StoredObject, counts: LineCounts
+        self,
+        status: str,
+        files: Mapping[int, FileObject],
+        tokens: LineTokens,
+        stored: StoredObject,
+        counts: LineCounts,
     ) -> StoredObject:
         batch = _decode(stored.record)
-        batch.finalizing_at, batch.request_counts = int(time.time()), counts
+        batch.finalizing_at, batch.request_counts, batch.usage = int(time.time()), counts, tokens
         batch.output_file_id = files[DONE].id if counts.completed else None
         batch.error_file_id = files[FAILED].id if counts.failed else None
         batch.enter(status)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from cllm.errors import CllmError, InvalidRequest
 from cllm.limits import MAX_BATCH_LINES
 from cllm.server.body import describe
-from cllm.server.job_store import BatchLine, LineCounts
+from cllm.server.job_store import BatchLine, LineCounts, LineTokens
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_SHOWN_ERRORS = 100  # of lines, in a batch that is refused
@@ -71,6 +71,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: LineCounts = LineCounts(0, 0, 0)
+    usage: LineTokens = LineTokens(0)
     metadata: dict[str, str] = {}
 
     def enter(self, status: str) -> None:
@@ -145,8 +146,9 @@ def _check_line(data: bytes, endpoint: str, seen: set[str], max_line: int) -> by
         raise InvalidRequest("body: expected an object", "body") from None
     if line.url != endpoint:
         raise InvalidRequest(f"url: the endpoint of this batch is {endpoint}", "url")
-    if body.get("stream"):
-        raise InvalidRequest("stream: an answer in a batch is not streamed", "stream")
+    for field in ("stream", "background"):
+        if body.get(field):
+            raise InvalidRequest(f"{field}: not in a batch: its answers are whole", field)
     if line.custom_id in seen:
         raise InvalidRequest("custom_id: another line has the same", "custom_id")
     seen.add(line.custom_id)

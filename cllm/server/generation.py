@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 
 from cllm.adapters import AdapterScale
 from cllm.errors import InvalidRequest
-from cllm.limits import MAX_BIASES, MAX_OPTIONS
+from cllm.limits import MAX_BIASES, MAX_OPTIONS, MAX_RECONNECT_S
 from cllm.server.body import Body, SourceText, StopText, TokenId, about
 from cllm.types import MAX_INT32, SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
@@ -89,6 +89,10 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
         int,
         about("Higher goes first, -100 to 100 (the nearest counts); waiting adds one a second", **INT64),
     ] = 0
+    reconnect_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_RECONNECT_S)] | None,
+        about("Seconds that a stream goes on after its connection is lost; its events have ids", 60),
+    ] = None
     cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
     speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
     lora: Annotated[

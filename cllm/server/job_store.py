@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Concatenate, Literal, ParamSpec, TypeVar
 import msgspec
 
 from cllm.config import ServerConfig
-from cllm.errors import CllmError, ConfigError, NotFound, StorageFailed
+from cllm.errors import CllmError, ConfigError, InvalidRequest, NotFound, StorageFailed
 
 log = logging.getLogger(__name__)
 Kind = Literal["file", "batch", "response", "conversation"]
@@ -87,6 +87,12 @@ class LineCounts(msgspec.Struct, frozen=True):
     failed: int
 
 
+class LineTokens(msgspec.Struct, frozen=True):
+    """Tokens of a batch, of prompts and answers."""
+
+    total_tokens: int
+
+
 def find_folder(config: ServerConfig) -> Path | None:
     """The folder of a server's jobs, one for each port.
 
@@ -134,6 +140,8 @@ class JobDatabase:
             for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                 self.sql.execute(f"PRAGMA {setting}")
             self.sql.executescript(_SCHEMA)
+            if "tokens" not in {row[1] for row in self.sql.execute("PRAGMA table_info(lines)")}:
+                self.sql.execute("ALTER TABLE lines ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0")
             self._read_sizes()
         except BaseException:
             self.sql.close()
@@ -217,14 +225,27 @@ class JobDatabase:
         return StoredObject(*row)
 
     def list_objects(
-        self, kind: Kind, tenant: str, limit: int, after: str | None = None, *, oldest: bool = False
+        self,
+        kind: Kind,
+        tenant: str,
+        limit: int,
+        after: str | None = None,
+        *,
+        oldest: bool = False,
+        purpose: str | None = None,
     ) -> list[StoredObject]:
-        """Objects of a tenant, the newest first or the `oldest`, from the one `after` an id. NotFound."""
+        """Objects of a tenant, the newest first or the `oldest`, from the one `after` an id. NotFound.
+
+        Of files, those of a `purpose`.
+        """
         sign, order = (">", "ASC") if oldest else ("<", "DESC")
         query, values = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND tenant = ?", [kind, tenant]
         if after is not None:
             values.append(self.get(kind, tenant, after).id)
             query += f" AND (created, id) {sign} (SELECT created, id FROM objects WHERE id = ?)"
+        if purpose is not None:
+            values.append(purpose)
+            query += " AND json_extract(CAST(record AS TEXT), '$.purpose') = ?"
         query += f" ORDER BY created {order}, id {order} LIMIT ?"
         return [StoredObject(*row) for row in self.sql.execute(query, (*values, limit))]
 
@@ -237,9 +258,12 @@ class JobDatabase:
         self, kind: Kind, tenant: str, object_id: str, change: Callable[[StoredObject], StoredObject]
     ) -> StoredObject:
         """Replace an object by what `change` makes of it. Raises NotFound."""
-        new = change(self.get(kind, tenant, object_id))
-        query = "UPDATE objects SET expires = ?, active = ?, record = ?, more = ? WHERE id = ?"
-        self.sql.execute(query, (new.expires, new.active, new.record, new.more, object_id))
+        new = change(old := self.get(kind, tenant, object_id))
+        grown = len(new.record) + len(new.more) - len(old.record) - len(old.more)
+        self.sizes[tenant] += grown
+        query = "UPDATE objects SET expires = ?, active = ?, size = size + ?, record = ?, more = ?"
+        values = (new.expires, new.active, grown, new.record, new.more, object_id)
+        self.sql.execute(f"{query} WHERE id = ?", values)
         return new
 
     def delete(self, kind: Kind, tenant: str, object_id: str) -> None:
@@ -266,7 +290,7 @@ class JobDatabase:
     # Responses ---------------------------------------------------------------------------------------
 
     def put_response(self, new: StoredObject) -> None:
-        """Keep a response; older ones of its tenant make room. One that does not fit is not kept."""
+        """Keep a response; older ones of its tenant make room. Raises StorageFailed if there is none."""
         size = len(new.record) + len(new.more)
         query = (
             "SELECT id FROM objects WHERE tenant = ? AND kind = 'response' AND NOT active AND id != ? "
@@ -275,16 +299,22 @@ class JobDatabase:
         while self.sizes[new.tenant] + size > self._limit:
             if (oldest := self.sql.execute(query, (new.tenant, new.id)).fetchone()) is None:
                 log.warning("a response was not stored: there is no room for it (--job-store-mb)")
-                return
+                raise StorageFailed("the response does not fit (--job-store-mb); delete files or batches")
             self._remove(oldest)
         self._insert("response", new, size)
 
     def get_chain(self, tenant: str, response_id: str) -> list[StoredObject]:
-        """A response and all it continues, the oldest first. Using it counts for all of them. NotFound."""
+        """A response and all it continues, the oldest first. Using it counts for all of them. NotFound.
+
+        Raises InvalidRequest if it is a background answer that has not ended.
+        """
         chain: list[StoredObject] = []
         following: str | None = response_id
         while following is not None:
             chain.append(self.get("response", tenant, following))
+            if chain[-1].active:
+                message = "this response has not ended: continue it later, or cancel it"
+                raise InvalidRequest(f"previous_response_id: {message}", "previous_response_id")
             following = chain[-1].previous
         rows = [(time.time(), each.id) for each in chain]
         self.sql.executemany("UPDATE objects SET used = ? WHERE id = ?", rows)
@@ -313,10 +343,14 @@ class JobDatabase:
         rows = self.sql.execute(query, (batch, PENDING, *after, count))
         return [BatchLine(*row) for row in rows]
 
-    def add_answer(self, batch: str, number: int, answer: bytes, state: int = DONE) -> None:
+    def count_tokens(self, batch: str) -> LineTokens:
+        query = "SELECT coalesce(sum(tokens), 0) FROM lines WHERE batch = ?"
+        return LineTokens(self.sql.execute(query, (batch,)).fetchone()[0])
+
+    def add_answer(self, batch: str, number: int, answer: bytes, state: int = DONE, tokens: int = 0) -> None:
         """Keep the answer to a line and its state. A line is answered once."""
-        query = "UPDATE lines SET state = ? WHERE batch = ? AND number = ? AND state = ?"
-        if self.sql.execute(query, (state, batch, number, PENDING)).rowcount:
+        query = "UPDATE lines SET state = ?, tokens = ? WHERE batch = ? AND number = ? AND state = ?"
+        if self.sql.execute(query, (state, tokens, batch, number, PENDING)).rowcount:
             self.sql.execute("INSERT INTO answers VALUES (?, ?, ?)", (batch, number, answer))
             query = "UPDATE objects SET size = size + ? WHERE id = ? RETURNING tenant"
             for (tenant,) in self.sql.execute(query, (len(answer), batch)).fetchall():

@@ -177,6 +177,10 @@ class KeyRing:
         """The limits of each tenant, by its name."""
         return {tenant.name: tenant for tenant in self._tenants.values()}
 
+    def allows(self, tenant: str) -> bool:
+        """False for the tenant of a key that was removed."""
+        return not self.closed or tenant in self.tenants
+
     def find(self, key: str) -> TenantLimits | None:
         """The tenant of a key. Takes as long for a wrong key as for any right one."""
         wanted, found = digest(key), None

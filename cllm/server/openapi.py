@@ -138,6 +138,9 @@ def _describe(
         required = next(iter(schema.get("required", ())), None)
         named = named or "model" in schema.get("properties", ())
         described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
+    if route.form:
+        content = {"multipart/form-data": {"schema": route.form}}
+        described["requestBody"] = {"content": content, "required": True}
     described["responses"] = _responses(
         route, _content(route, references.get(_get_kind(route))), required, named=named
     )

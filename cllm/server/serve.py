@@ -139,7 +139,7 @@ async def serve(
         state = app.state
         beside = [loop.create_task(each) for each in (registry.unload_idle(), state.live.run())]
         if jobs.enabled:
-            beside.append(loop.create_task(state.batches.run()))
+            beside += [loop.create_task(each.run()) for each in (state.background, state.batches)]
         await server.serve(sockets=listeners)
         for task in beside:
             task.cancel()

@@ -16,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cllm.errors import ClientGone
+from cllm.errors import ClientGone, SlowReader
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.answer_log import AnswerLog
 from cllm.server.dialect import COMMENT, EVENTS, respond
 from cllm.server.middleware import DIRECT_SEND, ROUTE_SEND, wait_for_disconnect
-from cllm.types import RequestOutput
+from cllm.types import Failure, RequestOutput
 
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 HEAD_AFTER_S = 1.0  # an error that is known by then has a status of its own
@@ -69,6 +70,8 @@ async def collect(
 class EventStream(Response):
     """The outputs of requests as server-sent events. When it ends, requests that still run are cancelled.
 
+    A stream that can be reconnected to is read from its log, where the requests go on without this reader.
+
     The head is sent at once, before any output: a failure is an event, unless it is known already. While
     there is nothing to send, a `beat` is: clients and proxies give up a connection that stays silent. A
     client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
@@ -81,6 +84,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         beat: bytes = COMMENT,
         media_type: str = EVENTS,
+        log: AnswerLog | None = None,
     ) -> None:
         headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
         super().__init__(headers=headers, media_type=media_type)
@@ -89,15 +93,19 @@ class EventStream(Response):
         self._streams = streams
         self._events = events
         self._beat = beat
+        self._log = log
         self._beating: asyncio.Future[None] | None = None  # the write of a beat
         self._wrote_at = time.monotonic()  # when the last write began
         self._writing = True  # it has not ended; the head is the first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        position = max(stream.queue_position for stream in self._streams)
-        scope.setdefault("state", {})["queue_position"] = position
+        if self._log is None:
+            position = max(stream.queue_position for stream in self._streams)
+            scope.setdefault("state", {})["queue_position"] = position
+        self._keep(scope)
+        streams = self._streams if self._log is None else ()
         sender = asyncio.ensure_future(self._send(scope, receive, send))
-        watcher = asyncio.ensure_future(cancel_on_disconnect(self._engine, self._streams, receive))
+        watcher = asyncio.ensure_future(cancel_on_disconnect(self._engine, streams, receive))
         try:
             await self._watch({sender, watcher}, scope, send)
         finally:
@@ -105,8 +113,34 @@ class EventStream(Response):
                 task.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await sender
-            for stream in self._streams:
+            for stream in streams:
                 self._engine.cancel(stream.request_id)
+            if self._log is not None:
+                self._log.leave()
+
+    @classmethod
+    def follow(cls, log: AnswerLog, after: int = -1) -> EventStream:
+        """The events of a log that follow number `after`."""
+        return cls(log.engine, log.streams, log.follow(after), log.beat, log=log)
+
+    def _keep(self, scope: Scope) -> None:
+        """Read the events from a log, if the request asked for one."""
+        app, state = scope["app"].state, scope["state"]
+        asked = state.get("reconnect_s")
+        linger_s: float = app.reconnect_s if asked is None else asked
+        if self._log is None and linger_s and self.media_type == EVENTS and self._failure is None:
+            name, tenant = self._streams[0].request_id.removesuffix("-0-0"), state["tenant"].name
+            beat, events = self._beat, self._events
+            self._log = AnswerLog(app.logs, name, tenant, self._engine, self._streams, linger_s, beat=beat)
+            self._log.start(events, scope)
+            self._events = self._log.follow()
+        if self._log is not None:
+            self.headers["X-Stream-Id"] = self._log.id
+            self._log.enter()
+
+    @property
+    def _failure(self) -> Failure | None:
+        return next((stream.failure for stream in self._streams if stream.failure is not None), None)
 
     async def _watch(self, tasks: set[asyncio.Future[None]], scope: Scope, send: Send) -> None:
         """Return when one of the tasks has ended, or when the client reads nothing; beat meanwhile."""
@@ -129,15 +163,17 @@ class EventStream(Response):
         self._wrote_at, self._writing, self._beating = time.monotonic(), False, None
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
-        if failure is not None:
+        if self._log is None and (failure := self._failure) is not None:
             await respond(scope, failure.error())(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._writing = False
         send = scope.get(DIRECT_SEND, send)
-        async for chunk in self._events:
-            await self._write(send, chunk)
+        try:
+            async for chunk in self._events:
+                await self._write(send, chunk)
+        except SlowReader as error:
+            await self._write(send, scope["state"]["dialect"].frame_error(error))
         await self._write(send, b"", more=False)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
@@ -146,6 +182,12 @@ class EventStream(Response):
         self._wrote_at, self._writing = time.monotonic(), True
         await send({"type": "http.response.body", "body": body, "more_body": more})
         self._writing = False
+
+
+def resume_stream(http: Request, stream_id: str = "") -> EventStream:
+    """The events of a stream that follow the one of `Last-Event-ID`. Raises NotFound, InvalidRequest."""
+    last = http.headers.get("last-event-id") or http.query_params.get("last_event_id")
+    return EventStream.follow(*http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id, last))
 
 
 async def wait_for_load(

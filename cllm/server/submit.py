@@ -139,6 +139,7 @@ def make_request(
     info, limits = loaded(engine)
     state = {} if http is None else http.scope["state"]
     priority = state.get("priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)))
+    state["reconnect_s"] = body.reconnect_s
     adapter = adapter or state.get("adapter", "")
     scales = {adapter: engine.adapters.get(adapter).scale} if adapter else None
     if body.lora is not None:
@@ -155,7 +156,7 @@ def make_request(
         prompt_logprobs=0 if prompt_logprobs is None else max(1, prompt_logprobs),
         timeout_s=body.timeout,
         priority=priority,
-        tenant=state["tenant"].name if state else "",
+        tenant="" if http is None else state["tenant"].name,
         adapter=engine.adapters.choose(scales),
         reuse=body.cache_prompt,
         streamed=body.stream,

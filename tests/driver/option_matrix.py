@@ -331,6 +331,7 @@ ROWS = (
     Row(
         "state_dir batch_beside", "--state-dir {scratch} --job-store-mb 1 --batch-beside 2", use=use_responses
     ),
+    Row("reconnect_s", "--reconnect-s 60"),
     Row("keep_alive_s max_timeout_s drain_s", "--keep-alive-s 0 --max-timeout-s 0 --drain-s 0"),
     Row(
         "queue_size queue_tokens slow_reader_s max_body_mb max_header_kb header_timeout_s body_timeout_s "

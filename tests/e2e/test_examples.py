@@ -34,9 +34,10 @@ def same(found: Any, shown: Any) -> bool:
 
 
 # What changes the server, or needs a folder or a hub of its own: test_reload, test_ollama.
-NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
+NOTHING_NEEDED = ("/tokenize", "/detokenize", "/v1/conversations")  # as in llama-server: nothing is no text
 CHANGING = ("/admin/", "/api/pull", "/api/delete", "/api/copy")
-NO_JSON = ("/v1/files", "/v1/batches/{batch_id}/cancel")  # a form, and nothing
+# A form, and nothing:
+NO_JSON = ("/v1/files", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel")
 LINE = {
     "custom_id": "1",
     "method": "POST",
@@ -67,15 +68,21 @@ def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
     method, path = route.split()
     described = describe(tiny)
     operation = described["paths"][path][method.lower()]
-    body = None
+    body, asked = None, dict[str, Any]()
     if method == "POST" and path not in NO_JSON:
         reference = operation["requestBody"]["content"][JSON]["schema"]["$ref"]
         body = described["components"]["schemas"][reference.rpartition("/")[2]]["example"]
         # The tiny model's words are random, its likeliest are plain text.
         body = {**body, "temperature": 0, "speculate": False}
     if "{response_id}" in path:
-        stored = tiny.post("/v1/responses", {"input": "x", "max_output_tokens": 1}).json()["id"]
-        path = path.format(response_id=stored)
+        asked = {"input": "x", "max_output_tokens": 1, "background": path.endswith("cancel")}
+        path = path.format(response_id=tiny.post("/v1/responses", asked).json()["id"])
+    if "{conversation_id}" in path:
+        asked = {"items": [{"role": "user", "content": "x"}], "metadata": {"topic": "demo"}}
+        path = path.format(conversation_id=tiny.post("/v1/conversations", asked).json()["id"])
+    if "{stream_id}" in path:
+        asked = {"prompt": "x", "max_tokens": 1, "stream": True, "reconnect_s": 60}
+        path = path.format(stream_id=tiny.post("/v1/completions", asked).headers["X-Stream-Id"])
     if path.startswith(("/v1/files", "/v1/batches")):
         path, file = prepare(tiny, path)
         body = {**body, "input_file_id": file, "endpoint": LINE["url"]} if body is not None else None

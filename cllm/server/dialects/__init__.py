@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cllm.server.dialect import Dialect, DialectTable
+from cllm.server.dialects import conversations as conversations
 from cllm.server.dialects.anthropic import anthropic
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server
@@ -12,6 +13,7 @@ from cllm.server.dialects.openai import chat as chat
 from cllm.server.dialects.openai import completions as completions
 from cllm.server.dialects.openai import models as models
 from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai import streams as streams
 from cllm.server.dialects.openai.embeddings import embeddings
 from cllm.server.dialects.operation import operation
 from cllm.server.dialects.responses import llama_responses, responses

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -14,18 +17,45 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
-from cllm.chat.session import count_tokens, open_chat
-from cllm.errors import CllmError, NotFound
+from cllm.chat.session import ChatSession, count_tokens, open_chat
+from cllm.errors import CllmError, InvalidRequest, NotFound, ShuttingDown
 from cllm.frontend.async_calls import loaded
+from cllm.server.answer_log import AnswerLog
+from cllm.server.background import ATTEMPT_EVENTS, BackgroundRequest, end_response
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.dialect import JSON, encode_named
+from cllm.server.dialects.conversations import (
+    ConversationBody,
+    add_conversation,
+    append_items,
+    decode_items,
+    load_items,
+    make_items,
+)
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
+from cllm.server.dialects.openai.batches import NUMBER, get_jobs
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
-from cllm.server.dialects.responses_body import ResponseItem, ResponsesBody
-from cllm.server.job_store import NOT_STORED, JobDatabase, JobStore, StoredObject
+from cllm.server.dialects.responses_answer import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputReasoningItem,
+    OutputText,
+    OutputTokensDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
+from cllm.server.dialects.responses_body import ConversationName, ResponseItem, ResponsesBody
+from cllm.server.job_store import NOT_STORED, STORES_NOTHING, JobDatabase, StoredObject
+from cllm.server.sse import EventStream
 from cllm.server.submit import make_request, use_engine
 from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
@@ -37,10 +67,17 @@ _NAMES = {  # prefix of the item's id, type of the events with its text
     BlockKind.TEXT: ("msg", "response.output_text"),
     BlockKind.TOOL_CALL: ("fc", "response.function_call_arguments"),
 }
-_STATUSES = {None: "in_progress", FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete"}
+_STATUSES = {
+    None: "in_progress",
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.CANCELLED: "cancelled",
+}
+_EVENTS = {"cancelled": "failed"}  # the event of a status, where it has another name
+LINGER_S = 600.0  # for the events of a background response that has ended
+CANCEL_S = 10.0  # for a step to end
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
-decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
 
 
 class ResponsesDialect(OpenAIDialect):
@@ -66,127 +103,11 @@ responses = ResponsesDialect()
 llama_responses = LlamaResponsesDialect()
 
 
-class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """The text of an output message."""
-
-    text: str = ""
-    annotations: list[Any] = []
-    logprobs: list[ChatTokenLogprob] = []
-
-
-class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of a reasoning item."""
-
-    text: str = ""
-
-
-class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """An output item: text."""
-
-    id: str
-    status: str
-    content: list[OutputText]
-    role: str = "assistant"
-
-
-class OutputReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """An output item: reasoning."""
-
-    id: str
-    status: str
-    content: list[OutputReasoning]
-    summary: list[Any] = []
-
-
-class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """An output item: a tool call; `arguments` is JSON text."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str
-
-
-class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """An output item: a call of a custom tool, with its one text."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    input: str
-
-
-OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall | OutputCustomCall
-
-
-class InputTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class ResponseUsage(msgspec.Struct):
-    """Tokens of a call."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponseFailure(msgspec.Struct):
-    message: str
-    code: str = "server_error"
-
-
-class IncompleteDetails(msgspec.Struct):
-    reason: str = "max_output_tokens"
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """The response: the output, and the parameters of the request."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: str
-    error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | list[dict[str, Any]] | None = None
-    max_output_tokens: int | None = None
-    temperature: float
-    top_p: float
-    user: str | None = None
-    model: str
-    parallel_tool_calls: bool
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    text: dict[str, Any]
-    reasoning: dict[str, Any]
-    metadata: dict[str, str]
-    top_logprobs: int
-    truncation: str = "disabled"
-    store: bool = False
-    background: bool = False
-    previous_response_id: str | None = None
-    service_tier: str = "default"
-    output: list[OutputItem] = []
-    usage: ResponseUsage | None = None
-
-
 def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The fields of the response that repeat the request."""
     same = ("max_output_tokens", "parallel_tool_calls", "previous_response_id", "store", "temperature")
     return {
-        **{name: getattr(body, name) for name in (*same, "top_p", "user")},
+        **{name: getattr(body, name) for name in (*same, "top_p", "user", "background")},
         "instructions": drop_nulls(msgspec.to_builtins(body.instructions)),
         "tool_choice": drop_nulls(msgspec.to_builtins(body.tool_choice)),
         "tools": [tool.echo() for tool in body.tools],
@@ -250,16 +171,13 @@ EXAMPLE_EVENTS = encode_events(
 )
 
 
-def _get_store(http: HttpRequest) -> tuple[JobStore, str]:
-    """The store of the app, and the tenant that asks."""
-    return http.app.state.jobs, http.scope["state"]["tenant"].name
-
-
 async def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
     """The items before a request's own; raises NotFound."""
+    if isinstance(body.conversation, ConversationName) and body.conversation.id is not None:
+        return await load_items(http, body.conversation.id)
     if body.previous_response_id is None:
         return []
-    store, tenant = _get_store(http)
+    store, tenant = get_jobs(http)
     chain = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
     return [item for stored in chain for item in decode_items(stored.more)]
 
@@ -279,7 +197,8 @@ def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl:
 class ResponseRenderer(BlockRenderer):
     """Renders one response; its events are numbered.
 
-    `top` None renders no log-probabilities. `keep` is called with a response that has ended well.
+    `top` None renders no log-probabilities. `keep` is called with a response that has ended. One that is
+    `queued` is so until its first output; its events are numbered from `first` on.
     """
 
     def __init__(
@@ -288,7 +207,10 @@ class ResponseRenderer(BlockRenderer):
         response_id: str,
         echoed: dict[str, Any],
         top: int | None = None,
-        keep: Callable[[ResponseObject], None] = lambda _: None,
+        keep: Callable[[ResponseObject, Failure | None], None] = lambda *_: None,
+        *,
+        queued: bool = False,
+        first: int = 0,
     ) -> None:
         super().__init__(reply)
         self._keep = keep
@@ -298,35 +220,39 @@ class ResponseRenderer(BlockRenderer):
         self._custom = {tool["name"] for tool in echoed["tools"] if tool["type"] == "custom"}
         self._created = int(time.time())
         self._failure: Failure | None = None
-        self._sent = 0
+        self._queued = queued
+        self._sent = first
 
     def start(self) -> list[StreamEvent]:
         return [
             self._event("response.created", response=self.body()),
-            self._event("response.in_progress", response=self.body()),
+            self._event(f"response.{self._status}", response=self.body()),
         ]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
-        rendered: list[StreamEvent] = [event for change in changes for event in self._render(change)]
+        rendered: list[StreamEvent] = []
+        if self._queued:
+            self._queued = False
+            rendered.append(self._event("response.in_progress", response=self.body()))
+        rendered += [event for change in changes for event in self._render(change)]
         if (failure := output.error) is not None:
             self._failure = failure
             fields = {"code": failure.code, "message": failure.message, "param": None}
             rendered.append(self._event("error", **fields))
         if output.finish_reason is not None:
             body = self.body()
-            rendered.append(self._event(f"response.{self._status}", response=body))
-            if output.error is None:
-                self._keep(body)
+            rendered.append(self._event(f"response.{_EVENTS.get(body.status, body.status)}", response=body))
+            self._keep(body, self._failure)
         return rendered
 
     def whole(self) -> ResponseObject:
         body = self.body()
-        self._keep(body)
+        self._keep(body, self._failure)
         return body
 
     @property
     def _status(self) -> str:
-        return _STATUSES.get(self._reply.finish_reason, "failed")
+        return "queued" if self._queued else _STATUSES.get(self._reply.finish_reason, "failed")
 
     def body(self) -> ResponseObject:
         status, failure = self._status, self._failure
@@ -426,33 +352,107 @@ def _get_input(block: Block) -> str:
     return text if isinstance(text, str) else block.text
 
 
+def make_keeper(
+    body: ResponsesBody, http: HttpRequest, conversation: str | None
+) -> Callable[[ResponseObject, Failure | None], None]:
+    """What stores a response that has ended, and adds its items to its conversation."""
+    (store, tenant), ttl = get_jobs(http), http.app.state.response_ttl
+
+    def keep(response: ResponseObject, failure: Failure | None) -> None:
+        new = make_stored(body, response, tenant, ttl)
+
+        def end(old: StoredObject) -> StoredObject:
+            same = {"created": old.created, "previous": old.previous}
+            return msgspec.structs.replace(new, **same) if old.active else old
+
+        well = response.status in ("completed", "incomplete")
+        if conversation is not None and well:
+            items = _encode(make_items([*body.items, *response.output]))
+            store.submit(append_items, tenant, conversation, items, ttl)
+        if not body.background:
+            if body.store and store.enabled and well:
+                store.submit(JobDatabase.put_response, new)
+        elif failure is None or failure.code != ShuttingDown.code:  # the next server takes it up
+            store.submit(JobDatabase.change, "response", tenant, response.id, end)
+
+    return keep
+
+
 @llama_responses.post("/responses", shown=False)
 @responses.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
 async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
-    """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response."""
-    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response.
+
+    With `background`, the answer is made without a connection.
+    """
+    state = http.scope["state"]
+    earlier: StoredObject | None = state.get("response")  # of a server that ended
+    asked: BackgroundRequest = state.get("background") or BackgroundRequest(msgspec.Raw(b"null"))
+    if body.background and not http.app.state.jobs.enabled:
+        raise InvalidRequest(f"background: {STORES_NOTHING}", "background")
+    stream = body.stream and earlier is None
+    engine = await use_engine(http, body.model, stream=stream, timeout_s=body.timeout)
     history = await load_history(body, http)
     request = make_request(
         engine,
         http,
         body,
-        request_id=f"resp_{uuid.uuid4().hex}",
+        request_id=f"resp_{uuid.uuid4().hex}" if earlier is None else earlier.id,
         max_tokens=body.max_output_tokens,
         stop=body.stop,
         logprobs=body.top,
     )
+    if isinstance(body.conversation, ConversationName) and asked.conversation is None:
+        new = ConversationBody()
+        asked.conversation = body.conversation.id or (await add_conversation(http, new)).id
     conversation = await run_in_turn(http, partial(body.to_conversation, history))
     session = await open_chat(engine, conversation, request)
-    store, tenant = _get_store(http)
-
-    def keep(response: ResponseObject) -> None:
-        if body.store and store.enabled:
-            new = make_stored(body, response, tenant, http.app.state.response_ttl)
-            store.submit(JobDatabase.put_response, new)
-
     echoed = echo(body, body.model or loaded(engine)[0].name)
-    renderer = ResponseRenderer(session.replies[0], request.id, echoed, body.top, keep)
-    return await renderer.respond(http, session, stream=body.stream)
+    if asked.conversation is not None:
+        echoed["conversation"] = {"id": asked.conversation}
+    renderer = ResponseRenderer(
+        session.replies[0],
+        request.id,
+        echoed,
+        body.top,
+        make_keeper(body, http, asked.conversation),
+        queued=body.background,
+        first=asked.attempt * ATTEMPT_EVENTS,
+    )
+    if not body.background:
+        return await renderer.respond(http, session, stream=stream)
+    log = await accept(http, session, renderer, asked, earlier, body.previous_response_id)
+    return EventStream.follow(log) if stream else renderer.body()
+
+
+async def accept(
+    http: HttpRequest,
+    session: ChatSession,
+    renderer: ResponseRenderer,
+    asked: BackgroundRequest,
+    earlier: StoredObject | None,
+    previous: str | None,
+) -> AnswerLog:
+    """Store the request of a background response, then let it go on without a connection. StorageFailed."""
+    (store, tenant), app = get_jobs(http), http.app.state
+    asked.body = msgspec.Raw(await http.body())
+    response, more, expires = renderer.body(), _encode(asked), time.time() + app.response_ttl
+    record = _encode(response)
+    new = StoredObject(response.id, tenant, response.created_at, expires, True, record, more, previous)
+    try:
+        if earlier is None:
+            await store.run(JobDatabase.put_response, new)
+        else:
+            await store.run(JobDatabase.change, "response", tenant, new.id, lambda _: new)
+    except BaseException:
+        for each in session.streams:
+            session.engine.cancel(each.request_id)
+        raise
+    first = asked.attempt * ATTEMPT_EVENTS
+    given = (app.logs, response.id, tenant, session.engine, session.streams, LINGER_S)
+    log = AnswerLog(*given, first=first, describe=renderer.body)
+    log.start(renderer.chunks(session), http.scope)
+    return log
 
 
 @llama_responses.post("/responses/input_tokens", shown=False)
@@ -465,18 +465,58 @@ async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
 
 
 @responses.get(f"{ROUTE}/{{response_id}}", EXAMPLE, errors=_NOT_FOUND)
-async def retrieve(response_id: str, http: HttpRequest) -> Response:
-    """Return a stored response."""
-    store, tenant = _get_store(http)
+async def retrieve(response_id: str, http: HttpRequest) -> Any:
+    """Return a stored response, or a background one as far as it has come.
+
+    `?stream=true&starting_after=N` returns its events after number N, then those to come.
+    """
+    store, tenant = get_jobs(http)
+    log: AnswerLog | None = http.app.state.logs.get(tenant, response_id)
+    stream, after = (http.query_params.get(name, "") for name in ("stream", "starting_after"))
+    if after and not re.fullmatch(NUMBER, after):
+        raise InvalidRequest("starting_after: must be the sequence_number of an event", "starting_after")
+    if stream == "true" and log is not None:
+        return EventStream.follow(log, int(after or -1))
+    if stream != "true" and log is not None and log.describe is not None and not log.ended.is_set():
+        return log.describe()
     stored = await store.run(JobDatabase.get, "response", tenant, response_id)
+    if stream == "true":
+        raise InvalidRequest("stream: events of this response are not kept: retrieve it without", "stream")
+    return Response(stored.record, media_type=JSON)
+
+
+async def _stop(response_id: str, http: HttpRequest) -> StoredObject:
+    """End a background response that runs or waits. Raises NotFound."""
+    store, tenant = get_jobs(http)
+    stored = await store.run(JobDatabase.get, "response", tenant, response_id)
+    if stored.active:
+        http.app.state.background.stop(response_id)
+        if (log := http.app.state.logs.get(tenant, response_id)) is not None:
+            log.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(log.ended.wait(), CANCEL_S)
+        end = partial(end_response, status="cancelled")
+        stored = await store.run(JobDatabase.change, "response", tenant, response_id, end)
+    return stored
+
+
+@responses.post(f"{ROUTE}/{{response_id}}/cancel", EXAMPLE, errors=_NOT_FOUND)
+async def cancel(response_id: str, http: HttpRequest) -> Response:
+    """Cancel a background response; one that has ended stays as it is."""
+    stored = await _stop(response_id, http)
+    if not msgspec.json.decode(stored.record)["background"]:
+        raise InvalidRequest("response_id: only a response with background true can be cancelled")
     return Response(stored.record, media_type=JSON)
 
 
 @responses.delete(f"{ROUTE}/{{response_id}}", DeletedResponse("resp_1"), errors=_NOT_FOUND)
 async def delete(response_id: str, http: HttpRequest) -> DeletedResponse:
     """Forget a stored response; those that continue it cannot be continued any more."""
-    store, tenant = _get_store(http)
+    store, tenant = get_jobs(http)
+    await _stop(response_id, http)
     await store.run(JobDatabase.delete, "response", tenant, response_id)
+    if (log := http.app.state.logs.get(tenant, response_id)) is not None:
+        http.app.state.logs.remove(log)
     return DeletedResponse(response_id)
 
 
@@ -484,5 +524,5 @@ async def delete(response_id: str, http: HttpRequest) -> DeletedResponse:
 @responses.delete(f"{ROUTE}/{{response_id:path}}", shown=False)
 @responses.post(f"{ROUTE}/{{response_id:path}}", shown=False)
 async def unsupported(response_id: str) -> Response:
-    """Cancel, compact, list input items."""
-    raise NotFound("this route does not exist: a stored response can be retrieved and deleted")
+    """Compact, list input items."""
+    raise NotFound("this route does not exist: a stored response can be retrieved, cancelled and deleted")

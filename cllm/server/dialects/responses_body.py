@@ -215,6 +215,10 @@ class ReasoningBody(msgspec.Struct, Body, kw_only=True):
     ] = None
 
 
+class ConversationName(msgspec.Struct, Body, kw_only=True):
+    id: Annotated[Name | None, about("A stored conversation; none: a new one", "conv_1")] = None
+
+
 Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
@@ -269,10 +273,13 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
         Name | None, about("A stored response, whose conversation is continued", None)
     ] = None
     conversation: Annotated[
-        Name | dict[str, Any] | None, about("Refused: no conversations are stored", None)
+        Name | ConversationName | None,
+        about("A stored conversation, which is continued; {}: a new one", {"id": "conv_1"}),
     ] = None
     prompt: Annotated[dict[str, Any] | None, about("Refused: no prompts are stored", None)] = None
-    background: Annotated[bool, about("Refused if true")] = False
+    background: Annotated[
+        bool, about("Answer at once, with the response as it is; `GET /v1/responses/{id}` shows the rest")
+    ] = False
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -282,10 +289,14 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.set_limit("max_output_tokens")
-        for name in ("conversation", "prompt", "background"):
-            if getattr(self, name):
-                reason = "send input items, or previous_response_id to continue a response"
-                raise ValueError(f"{name}: not supported: {reason}")
+        if self.prompt:
+            raise ValueError("prompt: not supported: send input items")
+        if self.background and not self.store:
+            raise ValueError("background: needs store true: a background response is read from the store")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise ValueError("conversation: give it or previous_response_id, not both")
+        if isinstance(self.conversation, str):
+            force_setattr(self, "conversation", ConversationName(id=self.conversation))
         if self.tool_choice == "any":
             force_setattr(self, "tool_choice", "required")
         self._choice.check([tool.name for tool in self.tools])

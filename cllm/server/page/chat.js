@@ -1,7 +1,7 @@
 // Chat: the conversation that is open, its composer, and what is said there of the server.
 import { $, make } from "./dom.js";
 import { count, digits, t } from "./language.js";
-import { stream } from "./answers.js";
+import { stream, unread } from "./answers.js";
 import { Conversation } from "./conversation.js";
 import { conversations, keep, running, startConversations } from "./conversations.js";
 import { listConversations, startHistory } from "./history.js";
@@ -33,8 +33,13 @@ async function answer(parent, node) {
   const body = { model: $("model").value || undefined, messages: conversation.messages(node || parent, system()), stream: true,
     stream_options: { include_usage: true }, ...set };
   notice("");
-  if (node) for (const name of ["end", "error", "stopped"]) delete node[name];
+  if (node) for (const name of ["end", "error", "stopped", "stream"]) delete node[name];
   node ||= conversation.add(parent.id, { role: "assistant", content: "", model: body.model, json: Boolean(set.response_format) });
+  await follow(conversation, node, body);
+}
+
+// Shows an answer while it streams into `node`; without a body, the rest of one.
+async function follow(conversation, node, body) {
   const show = (waiting = t("waiting")) => { if (conversation === current) views.get(node.id)?.update(waiting); };
   const done = stream(conversation, node, body, show);
   render();
@@ -235,5 +240,6 @@ export async function startChat() {
   });
   const kept = sessionStorage.getItem(KEPT_OPEN) || localStorage.getItem(KEPT_OPEN);
   open($("prompt").value ? current : conversations.get(kept) || new Conversation());
+  for (const [conversation, node] of unread()) follow(conversation, node);
   await listModels().catch(error => notice(error.message));
 }

@@ -4,10 +4,10 @@ import { bytes, count, digits, duration, t } from "./language.js";
 import { Chart, DASHES, forgetColours, milliseconds } from "./charts.js";
 import { Feed } from "./feed.js";
 import { KVMap } from "./kvmap.js";
-import { askForKey } from "./server.js";
+import { ask, askForKey } from "./server.js";
 
 const WINDOWS = [[300, () => t("minutes", { count: 5 })], [900, () => t("minutes", { count: 15 })], [3600, () => t("hour")]];
-const SMOOTHED = 10;
+const SMOOTHED = 10, BATCHES_MS = 2000;
 let feed, panels, view, seconds = 300;
 
 const line = (label, colour, dash = 0, thin = false) => ({ label: t(label), colour, dash: DASHES[dash], thin });
@@ -166,6 +166,28 @@ function makeTenants() {
   } };
 }
 
+// Batches of the visitor's key; the panel is there while one is not older than those listed.
+function makeBatches() {
+  const body = make("div", {}), node = panel("batches", "panel_batches", null, body), active = ["in_progress", "cancelling"];
+  let asked = 0;
+  const cancel = id => ask(`v1/batches/${id}/cancel`, { method: "POST", body: {}, quiet: true }).then(() => { asked = 0; }, () => {});
+  const row = ({ id, status, created_at: begun, usage, request_counts: { total, completed, failed } }) => {
+    const done = completed + failed, left_s = (Date.now() / 1000 - begun) * (total - done) / done;
+    const left = done && status === "in_progress" ? t("batch_left", { time: duration(left_s) }) : name("batch_", status);
+    const line = meter(id.slice(0, 14), `${count(done)} / ${count(total)}`, total ? done / total : 0, `${left} · ${t("tokens", { count: count(usage?.total_tokens || 0) })}`);
+    if (status === "in_progress") line.append(make("button", { type: "button", className: "quiet", onclick: () => cancel(id) }, t("cancel")));
+    return line;
+  };
+  node.hidden = true;
+  return { node, async update() {
+    if (Date.now() - asked < BATCHES_MS) return;
+    asked = Date.now();
+    const { data } = await ask("v1/batches?limit=10", { quiet: true }).then(answer => answer.json(), () => ({ data: [] }));
+    node.hidden = !data.length;
+    body.replaceChildren(...data.sort((one, other) => active.includes(other.status) - active.includes(one.status)).map(row));
+  } };
+}
+
 const COLUMNS = ["number", "id", "tenant", "outcome", "ended", "queue", "first", "gap", "total", "prompt", "cached", "generated"];
 
 function makeRequests() {
@@ -193,7 +215,7 @@ function makeRequests() {
 function build() {
   const map = new KVMap(), charts = makeCharts();
   const kv = { node: panel("kv", "panel_kv", map.note, map.node), update: () => map.set(feed), redraw: () => map.draw() };
-  panels = [makeFigures(), makeNumbers(), charts.throughput, charts.latency, kv, charts.load, charts.step, makeTiers(), makeMemory(), makeTenants(), makeRequests()];
+  panels = [makeFigures(), makeNumbers(), charts.throughput, charts.latency, kv, charts.load, charts.step, makeTiers(), makeMemory(), makeTenants(), makeBatches(), makeRequests()];
   const state = make("span", { id: "live-state", className: "state", role: "status" });
   const key = make("button", { type: "button", className: "quiet", hidden: true, onclick: async () => { if (await askForKey(t("key_admin"))) feed.start(); } }, t("key_button"));
   const choices = make("div", { className: "segmented", role: "group", ariaLabel: t("window") }, ...WINDOWS.map(([length, label]) =>

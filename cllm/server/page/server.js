@@ -38,10 +38,10 @@ export function askForKey(why) {
 export const authorization = () => key ? { Authorization: "Bearer " + key } : {};
 
 // A response that is OK; asks for a key where the server wants one. Throws ServerError.
-export async function ask(path, { method = "GET", body, signal, quiet = false } = {}) {
+export async function ask(path, { method = "GET", body, signal, headers: more, quiet = false } = {}) {
   for (;;) {
     const sent = key;
-    const headers = { ...authorization(), ...(body === undefined ? {} : { "Content-Type": "application/json" }) };
+    const headers = { ...authorization(), ...more, ...(body === undefined ? {} : { "Content-Type": "application/json" }) };
     const content = body === undefined ? undefined : JSON.stringify(body);
     const answer = await fetch(path, { method, headers, signal, body: content }).catch(error => {
       if (signal?.aborted) throw error;
@@ -63,7 +63,7 @@ async function readError(answer) {
   return new ServerError(answer.status, inside.code || found.error || "", message);
 }
 
-// The server-sent events of a response: { name, data }. Calls `heard` with whatever comes, also comments.
+// The server-sent events of a response: { name, data, id }. Calls `heard` with whatever comes, also comments.
 export async function* readEvents(answer, heard = () => {}) {
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   let text = "";
@@ -74,12 +74,13 @@ export async function* readEvents(answer, heard = () => {}) {
       heard();
       text += decoder.decode(value, { stream: true });
       for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
-        let name = "", data = "";
+        let name = "", data = "", id = "";
         for (const line of text.slice(0, end).split("\n")) {
           if (line.startsWith("data: ")) data += line.slice(6);
           else if (line.startsWith("event: ")) name = line.slice(7);
+          else if (line.startsWith("id: ")) id = line.slice(4);
         }
-        if (data) yield { name, data };
+        if (data) yield { name, data, id };
       }
     }
   } finally {

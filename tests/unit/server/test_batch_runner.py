@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cllm.config import ServerConfig
 from cllm.server import batches
-from cllm.server.batch_runner import SURPLUS, BatchRunner, BatchWork
+from cllm.server.batch_runner import MODEL, SURPLUS, BatchRunner, BatchWork, _decode
 from cllm.server.batches import BatchObject, make_opening, read_lines
 from cllm.server.job_store import BatchLine, JobDatabase, JobStore, StoredObject
 from cllm.server.keys import KeyRing
@@ -51,8 +53,11 @@ class CountedRunner(BatchRunner):
 
     live = 0
 
-    def _count_requests(self) -> tuple[int, int, int]:
-        return self.count_running(), self.live, SLOTS
+    def _find_model(self, line: BatchLine) -> Any:
+        return "other" if MODEL.match(line.opening) else "first"
+
+    def _count_requests(self, model: Any) -> tuple[int, int, int]:
+        return len(self._list_tasks(model)), self.live if model == "first" else 0, SLOTS
 
     def count_running(self) -> int:
         return sum(not task.done() for work in self._works.values() for task in work.running)
@@ -66,17 +71,87 @@ class CountedRunner(BatchRunner):
         return self.count_running()
 
 
+async def add_batch(
+    store: JobStore, name: str, count: int, opening: bytes = b"", tenant: str = "", window_s: int = 3600
+) -> None:
+    now = time.time()
+    record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "file-1", "completion_window": "1h"}
+    record["expires_at"] = int(now) + window_s
+    batch = BatchObject(id=name, status="in_progress", created_at=0, **record)
+    stored = StoredObject(name, tenant, now, active=True, record=batches._encode(batch))
+    lines = [BatchLine(number, 0, 1 << 10, opening) for number in range(count)]
+    await store.run(JobDatabase.add, "batch", stored, 0, lines)
+
+
+def make_runner(store: JobStore, beside: int = 0, keys: str = "") -> CountedRunner:
+    config = ServerConfig(batch_beside=beside)
+    return CountedRunner(None, {}, store, None, KeyRing("", keys), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "window_s", "status"), [("key1", -1, "expired"), ("removed", 3600, "cancelled")]
+)
+def test_a_batch_ends_with_its_window_or_its_key(
+    tenant: str, window_s: int, status: str, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        store = JobStore(tmp_path, 1 << 20)
+        line = {"custom_id": "left", "method": "POST", "url": ROUTE, "body": {}}
+        content = json.dumps(line).encode()
+        file = StoredObject("file-1", tenant, time.time())
+        await store.add_file(file, io.BytesIO(content), len(content))
+        await add_batch(store, "b", 1, tenant=tenant, window_s=window_s)
+        assert await make_runner(store, keys="one,two").look() == 0
+        ended = _decode((await store.run(JobDatabase.get, "batch", tenant, "b")).record)
+        assert ended.status == status and ended.error_file_id is not None
+        answer = json.loads(store.get_path(ended.error_file_id).read_text())
+        assert answer["custom_id"] == "left" and answer["error"]["code"] == f"batch_{status}"
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_lines_of_another_model_have_its_slots(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = JobStore(tmp_path, 1 << 20)
+        await add_batch(store, "a", 20)
+        await add_batch(store, "b", 20, b'["other", null')
+        runner = make_runner(store)
+        assert await runner.look() == 2 * (SLOTS + SURPLUS)
+        runner.live = SLOTS
+        assert await runner.look() == SLOTS + SURPLUS
+        assert all(task.cancelled() for task in runner._works["a"].running)
+        for task in runner._works["b"].running:
+            task.cancel()
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_batch_starts_no_lines(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = JobStore(tmp_path, 1 << 20)
+        await add_batch(store, "b", 20)
+        runner = make_runner(store)
+        assert await runner.look() == SLOTS + SURPLUS
+        (work,) = runner._works.values()
+        batch = work.batch
+        batch.enter("cancelling")
+        work.stored = msgspec.structs.replace(work.stored, record=batches._encode(batch))
+        next(iter(work.running)).cancel()  # one has ended meanwhile
+        await asyncio.sleep(0)
+        assert await runner.look() == 0
+        store.close()
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("beside", [0, 1])
 def test_lines_leave_the_slots_to_live_requests(beside: int, tmp_path: Path) -> None:
     async def check() -> None:
-        store, now = JobStore(tmp_path, 1 << 20), time.time()
-        record: dict[str, Any] = {"endpoint": ROUTE, "input_file_id": "", "completion_window": "1h"}
-        batch = BatchObject(id="b", status="in_progress", created_at=0, expires_at=int(now) + 3600, **record)
-        stored = StoredObject("b", "", now, active=True, record=batches._encode(batch))
-        lines = [BatchLine(number, 0, 1) for number in range(20)]
-        await store.run(JobDatabase.add, "batch", stored, 0, lines)
-        config = ServerConfig(batch_beside=beside)
-        runner = CountedRunner(None, {}, store, None, KeyRing("", ""), config)  # type: ignore[arg-type]
+        store = JobStore(tmp_path, 1 << 20)
+        await add_batch(store, "b", 20)
+        runner = make_runner(store, beside)
         assert await runner.look() == SLOTS + SURPLUS
         runner.live = 1
         assert await runner.look() == SLOTS - 1  # one is given back, with those beyond the slots

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cllm.config import ServerConfig
-from cllm.errors import ConfigError, NotFound, StorageFailed
+from cllm.errors import ConfigError, InvalidRequest, NotFound, StorageFailed
 from cllm.server import job_store
 from cllm.server.job_store import (
     DONE,
@@ -71,8 +71,34 @@ def test_responses_not_used_for_longest_make_room_in_their_tenant(store: JobStor
     run(store.run(JobDatabase.get_chain, "", "a"))
     put(store, make("e", size=300))
     assert names(store, *"abcde") == ["a", "c", "e"] and names(store, "d", tenant="other") == ["d"]
-    put(store, make("too large", size=1001))
+    with pytest.raises(StorageFailed, match="does not fit"):
+        put(store, make("too large", size=1001))
     assert names(store, "too large") == []
+
+
+def test_an_active_response_stays_and_cannot_be_continued(store: JobStore) -> None:
+    active = msgspec.structs.replace(make("a", size=300), active=True, expires=1.0)
+    put(store, active)
+    with pytest.raises(InvalidRequest, match="has not ended"):
+        run(store.run(JobDatabase.get_chain, "", "a"))
+    put(store, *(make(name, size=300) for name in "bcd"))
+    assert names(store, *"abcd") == ["a", "c", "d"]
+
+    def end(old: StoredObject) -> StoredObject:
+        return msgspec.structs.replace(old, active=False, expires=None, record=b"{}", more=b"[]")
+
+    run(store.run(JobDatabase.change, "response", "", "a", end))
+    put(store, make("e", size=300))
+    assert names(store, *"abcde") == ["a", "c", "d", "e"]
+
+
+def test_files_are_filtered_before_they_are_paged(store: JobStore) -> None:
+    for number in range(6):
+        purpose = b"batch" if number == 0 else b"other"
+        file = StoredObject(f"f{number}", "", number, record=b'{"purpose":"%b"}' % purpose)
+        run(store.run(JobDatabase.add, "file", file))
+    found = run(store.run(JobDatabase.list_objects, "file", "", 2, purpose="batch"))
+    assert [each.id for each in found] == ["f0"]
 
 
 def test_a_tenant_has_its_part_of_the_bytes(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from cllm.server.dialects.responses import (
-    EXAMPLE,
+from cllm.server.dialects.conversations import decode_items
+from cllm.server.dialects.responses import EXAMPLE, make_stored
+from cllm.server.dialects.responses_answer import (
     OutputCustomCall,
     OutputFunctionCall,
     OutputReasoning,
     OutputReasoningItem,
-    decode_items,
-    make_stored,
 )
 from cllm.server.dialects.responses_body import ResponsesBody
 

@@ -65,7 +65,7 @@ def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        state = SimpleNamespace(state=SimpleNamespace(slow_reader_s=0.3))
+        state = SimpleNamespace(state=SimpleNamespace(slow_reader_s=0.3, reconnect_s=0.0))
         response = EventStream(engine, [stream], events(stream))
         async with asyncio.timeout(30):
             await response({"type": "http", "app": state}, receive, send)

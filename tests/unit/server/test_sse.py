@@ -203,7 +203,10 @@ def make_response(engine: EngineClient, pieces: Sequence[bytes], gap_s: float) -
 
 
 def scope_of(slow_reader_s: float) -> Any:
-    return {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(slow_reader_s=slow_reader_s))}
+    return {
+        "type": "http",
+        "app": SimpleNamespace(state=SimpleNamespace(slow_reader_s=slow_reader_s, reconnect_s=0.0)),
+    }
 
 
 async def never() -> Any:

@@ -6,6 +6,9 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,8 +17,8 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
-from cllm.errors import InvalidRequest
-from cllm.limits import MAX_FILE_BYTES, check
+from cllm.errors import InvalidRequest, RateLimited
+from cllm.limits import MAX_FILE_BYTES, MAX_UPLOADS, check
 from cllm.server.batches import BatchObject, Endpoint, FileObject, LineErrors, read_lines
 from cllm.server.body import Body, Name, about
 from cllm.server.dialects.openai import openai
@@ -24,11 +27,11 @@ from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObjec
 MAX_LISTED = 10_000
 WINDOW = re.compile(r"(\d{1,4})([mhd])")
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
-_FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use (--job-store-mb)", "No room")
+FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use (--job-store-mb)", "No room")
 _NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
 _NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
-_NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
+NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
 _decode_batch = msgspec.json.Decoder(BatchObject).decode
 _decode_file = msgspec.json.Decoder(FileObject).decode
 
@@ -92,6 +95,15 @@ class DeletedFile(msgspec.Struct):
 
 
 FILE = FileObject(id="file-1", bytes=120, created_at=1767225600, filename="night.jsonl", purpose="batch")
+FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "One JSON request a line"},
+        "purpose": {"type": "string", "description": "`batch`", "examples": ["batch"]},
+        "expires_after[seconds]": {"type": "integer", "description": "Age at which it is deleted"},
+    },
+}
 BATCH = BatchObject(
     id="batch_1",
     endpoint="/v1/chat/completions",
@@ -111,10 +123,10 @@ def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
     return http.app.state.jobs, http.scope["state"]["tenant"].name
 
 
-def _read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
+def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
     """`limit`, `after` and `order` of a list. Raises InvalidRequest."""
     given, order = http.query_params.get("limit", ""), http.query_params.get("order", "desc")
-    if given and not (re.fullmatch(_NUMBER, given) and 1 <= int(given) <= MAX_LISTED):
+    if given and not (re.fullmatch(NUMBER, given) and 1 <= int(given) <= MAX_LISTED):
         raise InvalidRequest(f"limit: must be a number from 1 to {MAX_LISTED}", "limit")
     return int(given or most), http.query_params.get("after"), order == "asc"
 
@@ -122,10 +134,29 @@ def _read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/files", FILE, errors={507: _FULL})
+@contextmanager
+def count_upload(uploads: Counter[str], tenant: str) -> Iterator[None]:
+    """Count an upload while its body is received. Raises RateLimited if a tenant has too many."""
+    if uploads[tenant] >= MAX_UPLOADS:
+        raise RateLimited(f"{MAX_UPLOADS} uploads at the same time", 1.0)
+    uploads[tenant] += 1
+    try:
+        yield
+    finally:
+        uploads[tenant] -= 1
+
+
+@openai.post("/v1/files", FILE, form=FORM, errors={507: FULL})
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)
+    length = http.headers.get("content-length", "0")
+    await store.run(JobDatabase.check, int(length) if re.fullmatch(NUMBER, length) else 0, tenant)
+    with count_upload(http.app.state.uploads, tenant):
+        return await _receive_file(http, store, tenant)
+
+
+async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> FileObject:
     async with http.form(max_files=1, max_fields=8) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -138,7 +169,7 @@ async def upload_file(http: HttpRequest) -> FileObject:
         expires = None
         if seconds is not None:
             text = str(seconds)
-            after = Expiry.parse({"seconds": int(text) if re.fullmatch(_NUMBER, text) else text})
+            after = Expiry.parse({"seconds": int(text) if re.fullmatch(NUMBER, text) else text})
             expires = now + after.seconds
         new = FileObject(
             id=f"file-{uuid.uuid4().hex}",
@@ -157,16 +188,16 @@ async def upload_file(http: HttpRequest) -> FileObject:
 async def list_files(http: HttpRequest) -> FileList:
     """List the files, the newest first."""
     store, tenant = get_jobs(http)
-    limit, after, oldest = _read_page(http, MAX_LISTED)
-    found = await store.run(JobDatabase.list_objects, "file", tenant, limit + 1, after, oldest=oldest)
-    purpose = http.query_params.get("purpose")
-    files = [_decode_file(each.record) for each in found[:limit]]
-    data = [file for file in files if purpose in (None, file.purpose)]
-    return FileList(data, *_get_ends(data), len(found) > limit)
+    (limit, after, oldest), purpose = read_page(http, MAX_LISTED), http.query_params.get("purpose")
+    more: Any = {"oldest": oldest, "purpose": purpose}
+    found = await store.run(JobDatabase.list_objects, "file", tenant, limit + 1, after, **more)
+    data = [_decode_file(each.record) for each in found[:limit]]
+    return FileList(data, *get_ends([each.id for each in data]), len(found) > limit)
 
 
-def _get_ends(data: list[Any]) -> tuple[str | None, str | None]:
-    return (data[0].id, data[-1].id) if data else (None, None)
+def get_ends(ids: list[str]) -> tuple[str | None, str | None]:
+    """The first and the last id of a page."""
+    return (ids[0], ids[-1]) if ids else (None, None)
 
 
 @openai.get("/v1/files/{file_id}", FILE, errors=_NO_FILE)
@@ -202,7 +233,7 @@ async def delete_file(file_id: str, http: HttpRequest) -> DeletedFile:
 # Batches ----------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/batches", BATCH, errors={**_NO_FILE, 507: _FULL})
+@openai.post("/v1/batches", BATCH, errors={**_NO_FILE, 507: FULL})
 async def create_batch(body: BatchBody, http: HttpRequest) -> BatchObject:
     """Run the requests of a file in idle time.
 
@@ -252,6 +283,7 @@ async def _describe(store: JobStore, stored: StoredObject) -> BatchObject:
     batch = _decode_batch(stored.record)
     if stored.active:
         batch.request_counts = await store.run(JobDatabase.count_lines, stored.id)
+        batch.usage = await store.run(JobDatabase.count_tokens, stored.id)
     return batch
 
 
@@ -259,10 +291,10 @@ async def _describe(store: JobStore, stored: StoredObject) -> BatchObject:
 async def list_batches(http: HttpRequest) -> BatchList:
     """List the batches, the newest first."""
     store, tenant = get_jobs(http)
-    limit, after, oldest = _read_page(http, 20)
+    limit, after, oldest = read_page(http, 20)
     found = await store.run(JobDatabase.list_objects, "batch", tenant, limit + 1, after, oldest=oldest)
     data = [await _describe(store, each) for each in found[:limit]]
-    return BatchList(data, *_get_ends(data), len(found) > limit)
+    return BatchList(data, *get_ends([each.id for each in data]), len(found) > limit)
 
 
 @openai.get("/v1/batches/{batch_id}", BATCH, errors=_NO_BATCH)

@@ -44,6 +44,8 @@ export default {
   running: "Running", waiting_requests: "Waiting", preempted: "Preempted", refused: "Refused/s",
   generated: "Generated", generated_rate: "Tokens/s", hit_rate: "Cache hit rate", kv_used: "KV in use",
   first_p50: "First token p50", gap_p50: "Per token p50", finished: "Finished",
+  panel_batches: "Batches", batch_left: "{time} left", batch_in_progress: "in progress", batch_cancelling: "being cancelled",
+  batch_cancelled: "cancelled", batch_completed: "completed", batch_failed: "failed", batch_expired: "expired",
   panel_number: "Latency by request number", panel_number_note: "Every request since the start. Flat is the promise.",
   number_first: "Time to first token", number_gap: "Time per token", mean: "mean", maximum: "maximum",
   drift: "last quarter against first: {value}", drift_none: "after {count} requests: too few to compare",

@@ -44,6 +44,8 @@ export default {
   running: "运行中", waiting_requests: "等待中", preempted: "被抢占", refused: "拒绝/秒",
   generated: "已生成", generated_rate: "词元/秒", hit_rate: "缓存命中率", kv_used: "KV 使用",
   first_p50: "首个词元 p50", gap_p50: "词元间隔 p50", finished: "已完成",
+  panel_batches: "批处理", batch_left: "剩余 {time}", batch_in_progress: "进行中", batch_cancelling: "正在取消",
+  batch_cancelled: "已取消", batch_completed: "已完成", batch_failed: "失败", batch_expired: "已过期",
   panel_number: "按请求序号的延迟", panel_number_note: "自启动以来的每个请求。平稳就是承诺。",
   number_first: "首个词元时间", number_gap: "每词元时间", mean: "平均", maximum: "最大",
   drift: "最后四分之一对比最初:{value}", drift_none: "{count} 个请求:数量太少,无法比较",
