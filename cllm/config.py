@@ -31,6 +31,7 @@ MIN_BATCH_TOKENS = 32
 GPU_BATCH_TOKENS = 2048  # likewise: submitting takes as long as computing 512 tokens of a small model
 TEMPLATE_TEXT = "text:"  # before a chat template that is given as text
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
+BODY_MB, MEDIA_BODY_MB = 8, 64  # of a request; pictures come in base64, which adds a third
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
@@ -85,6 +86,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     apply_adapters: Annotated[
         bool, _rare("Compute requests that name no adapter with all of --adapter, as llama-server does.")
     ] = False
+    mmproj: Annotated[
+        str,
+        _rare("Multimodal projector, for pictures. Default: mmproj*.gguf beside the model.", metavar="FILE"),
+    ] = ""
+    no_mmproj: Annotated[bool, _rare("Take no pictures, though there is an mmproj beside the model.")] = False
     chat_template: Annotated[
         str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""
@@ -274,7 +280,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _folder("Folder of files, batches, responses. Default: ~/.local/state/cllm/jobs-PORT.")
     ] = ""
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
-    max_body_mb: Annotated[int, _rare("Largest request body, MiB.", 1)] = 8
+    max_body_mb: (
+        Annotated[int, _rare("Largest request body, MiB. Default: 8; 64 for a model with an mmproj.", 1)]
+        | None
+    ) = None
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32
     header_timeout_s: Annotated[float, _rare("Time limit to receive a header, seconds.", 0.1)] = 10.0
     body_timeout_s: Annotated[float, _rare("Time limit to receive a body, seconds.", 0.1)] = 30.0
@@ -303,6 +312,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     tls_cert: Annotated[str, _file("Certificate chain (PEM); with --tls-key: HTTPS.")] = ""
     tls_key: Annotated[str, _file("Private key of the certificate (PEM).")] = ""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes of the largest request body."""
+        return (self.max_body_mb or BODY_MB) << 20
+
+    def for_media(self) -> ServerConfig:
+        """These settings where pictures come in bodies: by default, larger ones."""
+        return msgspec.structs.replace(self, max_body_mb=self.max_body_mb or MEDIA_BODY_MB)
 
 
 def make_config(config: type[StructKind], settings: Mapping[str, Any], *, strict: bool = True) -> StructKind:

@@ -65,6 +65,8 @@ _FLAGS = """
 --lora                              .                   1 !lora
 --lora-scaled                       .                   1 !lora_scaled
 --lora-init-without-apply           .                   0 @lora_off=on
+-mm --mmproj                        MMPROJ              1 =mmproj
+--no-mmproj --no-mmproj-auto        .                   0 ?no_mmproj
 --pooling                           POOLING             1 =pooling
 --rerank --reranking                RERANKING           0 @pooling=rank
 --chat-template                     CHAT_TEMPLATE       1 !template
@@ -131,7 +133,7 @@ _SAME_VARIABLES = "--top-k --top-p --min-p --presence-penalty --frequency-penalt
 _ALWAYS_SWITCHES = """
 --perf --no-perf -e --escape --no-escape -kvo --kv-offload --op-offload --no-log-jsonl --log-prefix
 --no-log-prefix --log-timestamps --no-log-timestamps --cache-idle-slots --no-context-shift --warmup
---no-warmup -cb --cont-batching --mmproj-auto --no-mmproj --no-mmproj-auto --no-cors-credentials
+--no-warmup -cb --cont-batching --mmproj-auto --no-cors-credentials
 --no-ui-mcp-proxy --no-webui-mcp-proxy -no-ag --no-agent --ui --webui --no-ui --no-webui --embedding
 --embeddings --models-autoload --no-models-autoload --jinja --reasoning-preserve --no-skip-chat-parsing
 --prefill-assistant --spec-draft-backend-sampling --no-spec-draft-backend-sampling --spec-default
@@ -157,7 +159,7 @@ _MISSING_VALUES = """
 --control-vector -hft --hf-token --control-vector-scaled -hff --hf-file --log-file
 --spec-draft-type-k -ctkd --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft
 --adaptive-target --adaptive-decay -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
---kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mm --mmproj -mmu
+--kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -mmu
 --mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
 --video-timestamp-interval --video-ffmpeg-dir --path --cors-methods --cors-headers --api-prefix
 --ui-config --webui-config --ui-config-file --webui-config-file --tools --tools-runtime --mcp-servers-config

@@ -82,7 +82,7 @@ def create_app(
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
     app.state.jobs = JobStore(folder, config.job_store_mb << 20, lambda: len(keys.tenants))
-    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_mb << 20
+    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_bytes
     routes = {each.path: each for one in DIALECTS for each in one.routes if each.path in ENDPOINTS}
     app.state.batches = BatchRunner(app, routes, app.state.jobs, registry, keys, config)
     app.state.slow_reader_s = config.slow_reader_s

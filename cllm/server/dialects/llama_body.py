@@ -204,8 +204,8 @@ class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
 
     add_generation_prompt: Annotated[bool, about("End where the answer begins")] = True
 
-    def conversation(self) -> Conversation:
-        found = super().conversation()
+    def conversation(self, *, sees: bool = False) -> Conversation:
+        found = super().conversation(sees=sees)
         options = {**found.options, "add_generation_prompt": self.add_generation_prompt}
         return msgspec.structs.replace(found, options=options)
 

@@ -404,7 +404,7 @@ async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> sha
 async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
     engine = await submit.use_engine(http, body.model)
-    conversation = await run_in_turn(http, body.conversation)
+    conversation = await run_in_turn(http, partial(body.conversation, sees=engine.sees))
     task = RenderChat(conversation.for_template())
     return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
@@ -414,7 +414,9 @@ async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> s
 async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
     engine = await submit.use_engine(http, body.model)
-    return shapes.InputTokens(await count_tokens(engine, await run_in_turn(http, body.conversation)))
+    return shapes.InputTokens(
+        await count_tokens(engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)))
+    )
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)
@@ -432,6 +434,7 @@ async def props(http: HttpRequest) -> shapes.LlamaProps:
         model_alias=info.name,
         model_ftype=parse_file_type(info.description).name,
         model_path=info.file,
+        modalities=shapes.Modalities(vision=info.sees),
         endpoint_slots="-/slots" not in routes,
         endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",
