@@ -23,8 +23,8 @@ from tests.driver.engine import StepDriver
 from tests.driver.media import make_file, make_text, make_url, open_encoder, open_media_runner
 from tests.driver.runner import GREEDY
 from tests.driver.same_text import EXACT
-from tests.driver.server import Server, stream_text
-from tests.tiny_media import MediaModel, make_causal
+from tests.driver.server import Server, StartServer, stream_text
+from tests.tiny_media import MAKERS, MediaModel, make_causal
 from tests.unit.workers.test_media import HOSTILE
 
 CHAT = "/v1/chat/completions"
@@ -75,6 +75,24 @@ def count(server: Server, source: str) -> float:
     return server.metrics().get(f"cllm_pictures_total{{source={source}}}", 0.0)
 
 
+def compute_alone(server: Server, files: MediaModel, question: Any, file: bytes) -> tuple[str, int]:
+    """The text that the bare engine answers to llama.cpp's own prompt, and the length of that."""
+    template = server.post("/apply-template", {"messages": [question]}).json()["prompt"]
+    before, _, after = template.partition("[picture-")
+    parts: list[Part] = [
+        PromptText(before, parse_special=True),
+        decode_picture(file),
+        PromptText(after.partition("]")[2], parse_special=True),
+    ]
+    with open_encoder(files) as encoder, encoder.tokenize(parts) as tokenized:
+        prompt, rows = tokenized.prompt, encoder.encode([tokenized])
+    driver = StepDriver(open_media_runner(files))
+    name = driver.add_media(prompt, rows, 12, sampling=GREEDY)
+    text = driver.finish()[name].text
+    driver.runner.close()
+    return text, len(prompt)
+
+
 def test_openai_sdk_answers_as_the_engine_alone(seeing: Server, files: MediaModel) -> None:
     question: Any = ask("What is this?", make_file(1))
     with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="x") as client:
@@ -83,21 +101,9 @@ def test_openai_sdk_answers_as_the_engine_alone(seeing: Server, files: MediaMode
             for _ in range(2)
         ]
     texts = [each.choices[0].message.content for each in answers]
-    template = seeing.post("/apply-template", {"messages": [question]}).json()["prompt"]
-    before, _, after = template.partition("[picture-")
-    parts: list[Part] = [
-        PromptText(before, parse_special=True),
-        decode_picture(make_file(1)),
-        PromptText(after.partition("]")[2], parse_special=True),
-    ]
-    with open_encoder(files) as encoder, encoder.tokenize(parts) as tokenized:
-        prompt, rows = tokenized.prompt, encoder.encode([tokenized])
-    driver = StepDriver(open_media_runner(files))
-    name = driver.add_media(prompt, rows, 12, sampling=GREEDY)
-    expected = driver.finish()[name].text
-    driver.runner.close()
+    expected, length = compute_alone(seeing, files, question, make_file(1))
     assert texts == [expected, expected]
-    assert answers[0].usage is not None and answers[0].usage.prompt_tokens == len(prompt)
+    assert answers[0].usage is not None and answers[0].usage.prompt_tokens == length
     other = text_of(answer(seeing, ask("What is this?", make_file(2))))
     assert other != expected, "pictures are seen"
 
@@ -230,3 +236,20 @@ def test_the_python_api_takes_bytes(seeing: Server, files: MediaModel) -> None:
     with LLM(files.model, parallel=1, ctx_size=1024, threads=1, cache_disk_mb=0, **exact) as llm:
         reply = llm.chat([asked], max_tokens=12, temperature=0)
     assert reply.text == text_of(answer(seeing, ask("What is this?", make_file(1))))
+
+
+@pytest.mark.parametrize("kind", ["non-causal", "grid"])
+def test_other_families_answer_as_the_engine_alone(kind: str, start: StartServer, tmp_path: Path) -> None:
+    files = MAKERS[kind](tmp_path)
+    server = start(
+        str(files.model), "--mmproj", str(files.mmproj), "--parallel", "2", "--ctx-size", "1024", *EXACT
+    )
+    question = ask("What is this?", make_file(1))
+    expected, length = compute_alone(server, files, question, make_file(1))
+    for _ in range(2):
+        found = answer(server, question)
+        assert (text_of(found), found["usage"]["prompt_tokens"]) == (expected, length)
+    said = {"role": "assistant", "content": expected}
+    again = answer(server, question, said, ask("And this?", make_file(2)))
+    server.kill_worker("engine")
+    assert text_of(answer(server, question, said, ask("And this?", make_file(2)))) == text_of(again)
