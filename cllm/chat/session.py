@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import EncodedMedia, EncodeMedia, Prepare, Prepared
 from cllm.text.output_parser import OutputParser
 from cllm.text.prompt import Chat
-from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
+from cllm.types import ConstraintKind, ConstraintSpec, Prompt, Request, RequestOutput
 
 ChatStep = tuple[int, list[BlockEvent], RequestOutput]  # which choice, the changes of its reply, the output
 
@@ -91,16 +91,22 @@ async def _encode_media(
     engine: EngineClient, conversation: Conversation, tenant: str = "", *, rows: bool = True
 ) -> tuple[Chat, dict[str, bytes]]:
     """The conversation for the tokenizer, and the rows of its pictures. Raises InvalidRequest."""
-    chat = conversation.for_template()
-    if not (pictures := conversation.pictures):
-        return chat, {}
+    media, found = await encode_pictures(engine, conversation.pictures, tenant, rows=rows)
+    return msgspec.structs.replace(conversation.for_template(), media=media), found
+
+
+async def encode_pictures(
+    engine: EngineClient, pictures: Mapping[str, str], tenant: str, *, rows: bool = True
+) -> tuple[dict[str, Prompt], dict[str, bytes]]:
+    """Pictures in base64, by their markers, as parts of a prompt; and their rows. Raises InvalidRequest."""
+    if not pictures:
+        return {}, {}
     task = EncodeMedia(tuple(pictures.values()), tenant, rows)
     found = await run_tokenizer(engine, task, EncodedMedia)
     if rows:
         engine.metrics.pictures.labels("encoded").inc(found.encoded)
         engine.metrics.pictures.labels("cache").inc(len(pictures) - found.encoded)
-    media = dict(zip(map(str, pictures), found.prompts, strict=True))
-    return msgspec.structs.replace(chat, media=media), found.rows
+    return dict(zip(map(str, pictures), found.prompts, strict=True)), found.rows
 
 
 async def count_tokens(

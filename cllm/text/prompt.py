@@ -68,6 +68,7 @@ class RawText(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pieces: tuple[str | int, ...]
     add_special: bool = True  # at the beginning of a text that is the first piece
     parse_special: bool = False  # True only where the client is trusted to write control tokens
+    media: dict[str, Prompt] = {}  # as a `Chat` has them
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):

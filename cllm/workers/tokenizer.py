@@ -40,9 +40,9 @@ from cllm.messages import (
     check_task,
 )
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, infill_prompt
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, PromptParts, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintSpec, Failure, Prompt, TokenBound, Vocabulary
+from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.executor import THREADS
 
@@ -118,18 +118,20 @@ class TokenizerWorker:
         if isinstance(given, Chat):
             prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
         else:
-            tokens: list[int] = []
+            found = PromptParts({} if isinstance(given, Gap) else given.media)
             if isinstance(given, Gap):
-                tokens = infill_prompt(vocabulary, given)
+                found.items = infill_prompt(vocabulary, given)
             else:
                 for index, piece in enumerate(given.pieces):
-                    first = given.add_special and not index  # special tokens are added at the beginning only
-                    tokens += (
-                        vocabulary.tokenize(piece, add_special=first, parse_special=given.parse_special)
-                        if isinstance(piece, str)
-                        else [piece]
-                    )
-            prompt = PreparedPrompt(Prompt(tuple(tokens)), constraint=constraint)
+                    if isinstance(piece, int):
+                        found.items.append(piece)
+                        continue
+                    for text in found.split(piece):  # special tokens are added at the beginning only
+                        first = given.add_special and not index and not found.items
+                        found.items += vocabulary.tokenize(
+                            text, add_special=first, parse_special=given.parse_special
+                        )
+            prompt = PreparedPrompt(found.build(), constraint=constraint)
         if max_tokens and len(prompt.prompt) > max_tokens:
             raise ContextLengthExceeded(len(prompt.prompt), max_tokens)
         return prompt

@@ -164,6 +164,20 @@ def test_every_api_takes_a_picture(seeing: Server) -> None:
             assert found.prompt_eval_count in lengths
 
 
+def test_a_raw_prompt_takes_pictures(seeing: Server) -> None:
+    marker = seeing.get("/props")["media_marker"]
+    question = ask("What is this?", make_file(1))
+    template = seeing.post("/apply-template", {"messages": [question]}).json()["prompt"]
+    before, _, after = template.partition("[picture-")
+    text = before + marker + after.partition("]")[2]
+    prompt = {"prompt_string": text, "multimodal_data": [make_text(make_file(1))]}
+    found = seeing.post("/completion", {"prompt": prompt, "n_predict": 12, "temperature": 0})
+    assert found.status_code == 200, found.text
+    assert found.json()["content"] == text_of(answer(seeing, question))
+    none = {"prompt": {**prompt, "prompt_string": "?"}}
+    assert "for 1 pictures; write one for each" in seeing.post("/completion", none).json()["error"]["message"]
+
+
 def test_modalities_and_capabilities_are_shown(seeing: Server, tiny: Server) -> None:
     assert seeing.get("/props")["modalities"]["vision"] and not tiny.get("/props")["modalities"]["vision"]
     assert "vision" in seeing.get("/v1/models")["data"][0]["capabilities"]

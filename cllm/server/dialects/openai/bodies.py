@@ -102,12 +102,7 @@ def check_given(body: Body, *names: str) -> None:
         raise ValueError(f"{missing[0]!r} is missing")
 
 
-def refuse_multimodal(data: object) -> None:
-    """Raise ValueError for images and sounds beside a prompt, as llama-server takes them."""
-    if data:
-        raise ValueError(
-            "multimodal_data is not supported: this route accepts text only; send pictures in a chat"
-        )
+NO_MEDIA = "multimodal_data is not supported: this model accepts text only"
 
 
 class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
