@@ -11,9 +11,10 @@ import pytest
 from cllm.backend.llama import memory
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError, NotEnoughMemory
-from cllm.models.resolve import find_by_name, resolve, resolve_config
+from cllm.models.resolve import find_by_name, find_mmproj, resolve, resolve_config
 from cllm.models.store import embedded_model, hf_cache
 from tests.driver.hub import FakeHub
+from tests.tiny_media import make_causal
 from tests.unit.models.conftest import REPO
 
 
@@ -122,3 +123,20 @@ def test_a_plain_path_imports_no_hub(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_mmproj_beside_the_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path | None] = [tmp_path]
+    monkeypatch.setattr("cllm.backend.llama.library.find", lambda: tmp_path)
+    monkeypatch.setattr("cllm.build.media.find_media", lambda _: built[0])
+    files = make_causal(tmp_path)
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"no model")
+    assert find_mmproj(files.model) == ""
+    mmproj = files.mmproj.rename(tmp_path / "mmproj-b.gguf")
+    assert find_mmproj(files.model) == find_mmproj(files.model, str(mmproj)) == str(mmproj)
+    with pytest.raises(ModelFileError, match=r"there is no model file at .*c\.gguf"):
+        find_mmproj(files.model, str(tmp_path / "c.gguf"))
+    built[0] = None
+    assert find_mmproj(files.model) == "", "text is served all the same"
+    with pytest.raises(LibraryError, match="cllm build --media"):
+        find_mmproj(files.model, str(mmproj))
