@@ -32,6 +32,7 @@ MIN_BATCH_TOKENS = 32
 GPU_BATCH_TOKENS = 2048  # likewise: submitting takes as long as computing 512 tokens of a small model
 TEMPLATE_TEXT = "text:"  # before a chat template that is given as text
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
+BODY_MB, MEDIA_BODY_MB = 8, 64  # of a request; pictures come in base64, which adds a third
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
@@ -89,6 +90,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_mb: Annotated[
         int, _rare("Memory for adapters loaded at run time, MiB; the least recently used are unloaded.", 0)
     ] = 1024
+    mmproj: Annotated[
+        str,
+        _rare("Multimodal projector, for pictures. Default: mmproj*.gguf beside the model.", metavar="FILE"),
+    ] = ""
+    no_mmproj: Annotated[bool, _rare("Take no pictures, though there is an mmproj beside the model.")] = False
     chat_template: Annotated[
         str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""
@@ -281,7 +287,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _rare("Streams go on for this long after a lost connection, seconds.", 0, MAX_RECONNECT_S)
     ] = 0.0
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
-    max_body_mb: Annotated[int, _rare("Largest request body, MiB.", 1)] = 8
+    max_body_mb: (
+        Annotated[int, _rare("Largest request body, MiB. Default: 8; 64 for a model with an mmproj.", 1)]
+        | None
+    ) = None
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32
     header_timeout_s: Annotated[float, _rare("Time limit to receive a header, seconds.", 0.1)] = 10.0
     body_timeout_s: Annotated[float, _rare("Time limit to receive a body, seconds.", 0.1)] = 30.0
@@ -310,6 +319,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     tls_cert: Annotated[str, _file("Certificate chain (PEM); with --tls-key: HTTPS.")] = ""
     tls_key: Annotated[str, _file("Private key of the certificate (PEM).")] = ""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes of the largest request body."""
+        return (self.max_body_mb or BODY_MB) << 20
+
+    def for_media(self) -> ServerConfig:
+        """These settings where pictures come in bodies: by default, larger ones."""
+        return msgspec.structs.replace(self, max_body_mb=self.max_body_mb or MEDIA_BODY_MB)
 
 
 def make_config(config: type[StructKind], settings: Mapping[str, Any], *, strict: bool = True) -> StructKind:

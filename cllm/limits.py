@@ -56,6 +56,12 @@ MAX_BIASED_TOKENS = _limit(4096, "biased tokens", "tokens that the texts of `log
 MAX_TOKENIZED = _limit(2 << 20, "bytes to tokenise", "UTF-8 bytes of the text of `/tokenize` and `/encode`")
 MAX_PIECES = _limit(1 << 16, "bytes with pieces", "the same where `with_pieces` is set")
 
+# Pictures, counted before they are decoded. A request's rows are kept until it ends, for the next engine.
+MAX_PICTURES = _limit(32, "pictures", "pictures of a request")
+MAX_PICTURE_BYTES = _limit(20 << 20, "bytes of a picture", "bytes of a picture's file, without base64")
+MAX_PIXELS = _limit(1 << 26, "pixels", "width times height of a picture, by its header")
+MAX_ROW_BYTES = _limit(128 << 20, "bytes of rows", "bytes of the rows that a request's pictures become")
+
 # Batches.
 MAX_FILE_BYTES = _limit(200 << 20, "bytes of a file", "bytes of a file that is uploaded")
 MAX_BATCH_LINES = _limit(50_000, "lines", "requests of a batch")

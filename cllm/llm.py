@@ -394,7 +394,7 @@ class AsyncLLM:
 
     async def _read_chat(self, body: ChatBody, request: Request) -> AsyncGenerator[ChatChunk, None]:
         self._check_open()
-        session = await open_chat(self._engine, body.conversation(), request, body.n)
+        session = await open_chat(self._engine, body.conversation(sees=self._engine.sees), request, body.n)
         with self._cancel_after(*(stream.request_id for stream in session.streams)):
             async for choice, changes, output in session.steps():
                 _raise_error(output)

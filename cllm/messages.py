@@ -1,4 +1,4 @@
-"""Messages between processes: commands and reports of the engine, tasks and answers of the tokenizer.
+"""Messages between processes: commands and reports of the engine, tasks and answers of the other workers.
 
 They travel as MessagePack through a socket.
 """
@@ -19,6 +19,7 @@ from cllm.types import (
     HasBound,
     Limits,
     ModelInfo,
+    Prompt,
     Request,
     RequestOutput,
     Snapshot,
@@ -248,7 +249,15 @@ class SpellTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
 
-TokenizerTask = Prepare | TokenizeTexts | TokenizePairs | RenderChat | Detokenize | SpellTokens
+class EncodeMedia(msgspec.Struct, frozen=True, tag=True):
+    """Turn pictures into items and rows, in the media worker; answered with EncodedMedia."""
+
+    pictures: tuple[str, ...]  # files in base64
+    tenant: str = ""  # rows are not shared across tenants
+    rows: bool = True  # False counts the items only
+
+
+TokenizerTask = Prepare | TokenizeTexts | TokenizePairs | RenderChat | Detokenize | SpellTokens | EncodeMedia
 
 
 def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
@@ -309,7 +318,15 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     pieces: tuple[bytes, ...]
 
 
-TokenizerAnswer = Prepared | TokenLists | Text | Pieces | Failure
+class EncodedMedia(msgspec.Struct, frozen=True, tag=True):
+    """Pictures as parts of a prompt, and the rows of their spans by digest, as 32-bit floats."""
+
+    prompts: tuple[Prompt, ...]
+    rows: dict[str, bytes] = {}
+    encoded: int = 0  # pictures that were not in the cache
+
+
+TokenizerAnswer = Prepared | TokenLists | Text | Pieces | EncodedMedia | Failure
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

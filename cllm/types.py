@@ -340,6 +340,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # key of the adapters that its prompt is to be computed with
     reuse: bool = True  # use the prefix cache: match from it and store to it
     embed: tuple[tuple[int, ...], ...] = ()  # inputs to embed; then nothing is generated
+    media: dict[str, bytes] = {}  # rows of the prompt's spans by their digests, as 32-bit floats
 
     @property
     def input_tokens(self) -> int:
@@ -444,6 +445,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""  # its name, without the folder
     begin_text: str = ""  # how its first and its last token are written; see `Vocabulary`
     end_text: str = ""
+    sees: bool = False  # it takes pictures: it has an mmproj
 
     def template_for(self, *, tools: bool) -> str | None:
         """The chat template of a conversation with or without tools."""

@@ -140,7 +140,7 @@ def describe_setting(field: msgspec.structs.FieldInfo) -> tuple[str, str, str, s
     default = "" if field.default in (None, "") else f"`{field.default}`"
     if kind is bool:
         default = default and f"`{('off', 'on')[field.default]}`"
-        flag = f"{flag}`, `--no-{flag.removeprefix('--')}"
+        flag = flag if flag.startswith("--no-") else f"{flag}`, `--no-{flag.removeprefix('--')}"
     bounds = [f"≥ {meta.ge:g}"] if meta.ge is not None else []
     bounds += [f"≤ {meta.le:g}"] if meta.le is not None else []
     star = "\\*" if meta.extra["rare"] else ""

@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from cllm.errors import InvalidRequest
+from cllm.limits import MAX_PICTURES, check
 from cllm.text.chat_format import Tool
 from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
+MAX_SCHEME = 16  # characters of an address before its host
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+PICTURE_PARTS = ("image_url", "input_image", "image")
+REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
+
+
+class Marker(str):
+    """The text that stands for a picture in a message, until the prompt is built."""
+
+
+class Pictures(dict[str, str]):
+    """Pictures of a conversation by their markers: files in base64."""
+
+    def add(self, kind: str, source: Any, field: str) -> Marker:
+        """Add a picture as an API has it: a data URL, also in an object, or base64.
+
+        Raises InvalidRequest for the address of a picture, and for no picture at all.
+        """
+        if isinstance(source, dict):
+            source = source.get("url") or source.get("data")
+        if isinstance(source, str):
+            head, comma, data = source.partition(",")
+            if "://" in head[:MAX_SCHEME]:
+                raise InvalidRequest(f"{field}: the {kind} {REMOTE}", field)
+            if comma and not head.lower().endswith(";base64"):
+                raise InvalidRequest(
+                    f"{field}: the data URL of the {kind} must end its head with ;base64", field
+                )
+            source = data if comma else source
+        if not isinstance(source, str) or not source:
+            raise InvalidRequest(f"{field}: a part of type {kind!r} has no picture in it", field)
+        check(len(self) + 1, MAX_PICTURES, "pictures", field, "send fewer")
+        marker = Marker(f"[picture-{secrets.token_hex(8)}]")
+        self[marker] = source
+        return marker
 
 
 class Conversation(Chat, frozen=True, kw_only=True):
@@ -25,6 +61,7 @@ class Conversation(Chat, frozen=True, kw_only=True):
     reasoning: bool = True  # False: reasoning stays in the text
     continued: bool = True  # False: an assistant's message at the end is not what the reply continues
     prediction: str = ""  # what most of the reply will repeat
+    pictures: dict[str, str] = msgspec.field(default_factory=dict)  # see `Pictures`
 
     def for_template(self) -> Chat:
         """The conversation as the tokenizer takes it. A reply continues an assistant's message at its end."""
@@ -83,8 +120,10 @@ class MessageBuilder:
     one message, because templates take only one. With `combine`, so do consecutive texts of any role.
     """
 
-    def __init__(self, field: str, *, combine: bool = False) -> None:
-        """`field` names the messages in errors."""
+    def __init__(self, field: str, *, combine: bool = False, sees: bool = False) -> None:
+        """`field` names the messages in errors. A model that `sees` takes pictures."""
+        self.pictures = Pictures()
+        self._sees = sees
         self._messages: list[dict[str, Any]] = []  # their texts in parts, joined once
         self.answered = False  # what is added now has been answered
         self._field = field
@@ -98,10 +137,19 @@ class MessageBuilder:
         else:
             last["content"].append(text)
 
-    def check_media(self, role: str, kind: str) -> None:
-        """Raises InvalidRequest for a part that is no text in what the user asks now."""
+    def show_media(self, role: str, kind: str, source: Any = None) -> str:
+        """The text in the place of a part that is no text: a marker or a note.
+
+        Raises InvalidRequest for a part that the model does not take, in what the user asks now.
+        """
+        if self._sees and kind in PICTURE_PARTS:
+            return self.pictures.add(kind, source, self._field)
+        accepts = "text and pictures" if self._sees else "text"
         if role == "user" and not self.answered:
-            raise InvalidRequest(refuse_media(kind, self._field), self._field)
+            place = f"{self._field}: content of type {kind[:64]!r} is not supported"
+            advice = f"this model accepts {accepts} only; send the question without it"
+            raise InvalidRequest(f"{place}: {advice}", self._field)
+        return f"[{kind[:64]}: left out, this model accepts {accepts} only]"
 
     def add_reasoning(self, text: str) -> None:
         """The assistant's reasoning, before the text or the calls that it led to."""
@@ -127,10 +175,10 @@ class MessageBuilder:
         """The messages; raises InvalidRequest where there are none."""
         if not self._messages:
             raise InvalidRequest(f"{self._field}: no content", self._field)
-        joints = {"content": MESSAGE_JOINT, "reasoning_content": ""}
+        joints = {"content": join_texts, "reasoning_content": "".join}
         return tuple(
             {
-                name: joints[name].join(filter(None, value)) if name in joints else value
+                name: joints[name](filter(None, value)) if name in joints else value
                 for name, value in message.items()
             }
             for message in self._messages
@@ -142,17 +190,17 @@ class MessageBuilder:
         return self._messages[-1]
 
 
-def note_media(kind: str) -> str:
-    """The text in the place of a part that is no text."""
-    return f"[{kind[:64]}: left out, this model accepts text only]"
-
-
-def refuse_media(kind: str, field: str) -> str:
-    """The error for a part that is no text, in what the model should answer."""
-    return (
-        f"{field}: content of type {kind[:64]!r} is not supported: this model accepts text only; "
-        "send the question without it"
-    )
+def join_texts(texts: Iterable[str]) -> str:
+    """Join texts that become one message, each on a line of its own; a picture stays in its line."""
+    lines: list[str] = []
+    last = ""
+    for text in texts:
+        if lines and (isinstance(text, Marker) or isinstance(last, Marker)):
+            lines[-1] += text
+        else:
+            lines.append(text)
+        last = text
+    return MESSAGE_JOINT.join(lines)
 
 
 def count_answered(roles: Sequence[str]) -> int:
@@ -161,14 +209,23 @@ def count_answered(roles: Sequence[str]) -> int:
     return ended[-1] + 1 if ended else 0
 
 
-def normalize_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Messages of OpenAI's shape as a `Conversation` has them. Raises InvalidRequest: see `refuse_media`."""
-    given = list(messages)
+def normalize_messages(
+    messages: Iterable[dict[str, Any]], builder: MessageBuilder | None = None
+) -> tuple[dict[str, Any], ...]:
+    """Messages of OpenAI's shape as a `Conversation` has them. Raises InvalidRequest.
+
+    The `builder` gets the pictures.
+    """
+    given, builder = list(messages), builder or MessageBuilder("messages")
     answered = count_answered([message["role"] for message in given])
-    return tuple(_normalize(message, answered=index < answered) for index, message in enumerate(given))
+    normalized = []
+    for index, message in enumerate(given):
+        builder.answered = index < answered
+        normalized.append(_normalize(message, builder))
+    return tuple(normalized)
 
 
-def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
+def _normalize(message: dict[str, Any], builder: MessageBuilder) -> dict[str, Any]:
     """Plain text content, reasoning under one name, no `developer` and no `function` role."""
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     content = message.get("content") or message.get("refusal") or ""
@@ -181,14 +238,12 @@ def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
             thoughts = thoughts or get_thoughts(part)
         elif kind in TEXT_PARTS:
             texts.append(part.get("text") or part.get("refusal") or "")
-        elif role == "user" and not answered:
-            raise InvalidRequest(refuse_media(kind, "messages"), "messages")
         else:
-            texts.append(note_media(kind))
+            texts.append(builder.show_media(role, kind, part.get("image_url")))
     normalized = {
         key: value for key, value in message.items() if value is not None and key not in REASONING_FIELDS
     }
-    normalized |= {"role": role, "content": MESSAGE_JOINT.join(texts)}
+    normalized |= {"role": role, "content": join_texts(texts)}
     if called := normalized.pop("function_call", None):
         normalized["tool_calls"] = [{"function": called}]
     if thoughts and role == "assistant":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from cllm.chat.reply import BlockEvent, ReplyBuilder
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.messages import Prepare, Prepared
+from cllm.messages import EncodedMedia, EncodeMedia, Prepare, Prepared
 from cllm.text.output_parser import OutputParser
 from cllm.text.prompt import Chat
-from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
+from cllm.types import ConstraintKind, ConstraintSpec, Prompt, Request, RequestOutput
 
 ChatStep = tuple[int, list[BlockEvent], RequestOutput]  # which choice, the changes of its reply, the output
 
@@ -60,12 +60,13 @@ async def open_chat(
     engine.check_capacity(request.tenant)
     limit = loaded(engine)[1].request_tokens
     texts = (conversation.prediction,) if conversation.prediction else ()
-    chat = conversation.for_template()
+    chat, media = await _encode_media(engine, conversation, request.tenant)
     prepared = await run_tokenizer(engine, Prepare((chat,), limit, request.constraint, texts), Prepared)
     (prompt,) = prepared.prompts
     assert prompt.chat_format is not None
     request = msgspec.structs.replace(
         request,
+        media=media,
         constraint=prompt.constraint,
         reasoning=prompt.reasoning,
         markers=prompt.chat_format.markers,
@@ -86,9 +87,32 @@ async def open_chat(
     return ChatSession(engine, chat, len(prompt.prompt), streams, replies)
 
 
+async def _encode_media(
+    engine: EngineClient, conversation: Conversation, tenant: str = "", *, rows: bool = True
+) -> tuple[Chat, dict[str, bytes]]:
+    """The conversation for the tokenizer, and the rows of its pictures. Raises InvalidRequest."""
+    media, found = await encode_pictures(engine, conversation.pictures, tenant, rows=rows)
+    return msgspec.structs.replace(conversation.for_template(), media=media), found
+
+
+async def encode_pictures(
+    engine: EngineClient, pictures: Mapping[str, str], tenant: str, *, rows: bool = True
+) -> tuple[dict[str, Prompt], dict[str, bytes]]:
+    """Pictures in base64, by their markers, as parts of a prompt; and their rows. Raises InvalidRequest."""
+    if not pictures:
+        return {}, {}
+    task = EncodeMedia(tuple(pictures.values()), tenant, rows)
+    found = await run_tokenizer(engine, task, EncodedMedia)
+    if rows:
+        engine.metrics.pictures.labels("encoded").inc(found.encoded)
+        engine.metrics.pictures.labels("cache").inc(len(pictures) - found.encoded)
+    return dict(zip(map(str, pictures), found.prompts, strict=True)), found.rows
+
+
 async def count_tokens(
     engine: EngineClient, conversation: Conversation, constraint: ConstraintSpec | None = None
 ) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
-    task = Prepare((conversation.for_template(),), 0, constraint)
+    chat, _ = await _encode_media(engine, conversation, rows=False)
+    task = Prepare((chat,), 0, constraint)
     return len((await run_tokenizer(engine, task, Prepared)).prompts[0].prompt)

@@ -27,7 +27,7 @@ from cllm.server.job_store import BatchLine
 
 AT_ONCE = 8  # requests to a server that does not tell its slots
 MAX_ATTEMPTS = 10  # at a line, where the server is gone or has no room
-MAX_LINE = ServerConfig().max_body_mb << 20
+MAX_LINE = ServerConfig().max_body_bytes
 
 
 def batch_command(

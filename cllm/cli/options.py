@@ -125,7 +125,7 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
     elif not isinstance(kind, type):
         kind, option["parser"] = str, _number_or_word
     name = field.name.replace("_", "-")
-    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    flag = f"--{name}/--no-{name}" if kind is bool and not name.startswith("no-") else f"--{name}"
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
     value: Any = list[str] if repeats else kind | None if optional else kind
     return _keyword(field.name, Annotated[value, Option(flag, **option)], field.default)

@@ -107,7 +107,7 @@ def describe(ready: EngineConfig) -> PreparedModel:
     """Describe settings by the memory that they take, at its largest, and the state of their files."""
     header, fit = _fit(ready)
     paths = [part.path for part in header.parts]
-    paths += [Path(ready.draft_model)] if ready.draft_model else []
+    paths += [Path(each) for each in (ready.draft_model, ready.mmproj) if each]
     return PreparedModel(config=ready, memory=fit.by_device, stamps=tuple(map(stamp, paths)))
 
 

@@ -83,6 +83,7 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
         ready = prepare_gateway(model.engine, server.cluster)
     else:
         ready = _run_task(PrepareTask(asked=model.engine, log_level=server.log_level), PreparedModel)
+        server = server.for_media() if ready.config.mmproj else server
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     hidden = not sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
@@ -115,6 +116,8 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
 def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Listeners) -> None:
     """Serve models by their names; each is loaded when it is asked for."""
     console, server = Console(stderr=True, highlight=False, soft_wrap=True), config.server
+    if any(model.engine.mmproj for model in models):
+        server = server.for_media()
     if config.engine.alias:
         raise ConfigError("--alias names one model: give several their names in [models.NAME] of the file")
     common, level = make_common(config), server.log_level
@@ -224,6 +227,8 @@ def prepare_gateway(engine: EngineConfig, cluster: str) -> PreparedModel:
     from cllm.cluster.directory import check_head, digest_model, name_deployment
     from cllm.models.resolve import resolve
 
+    if engine.mmproj:
+        raise ConfigError("--mmproj: the models of a cluster take text only; leave out one of the two")
     address = check_head(cluster)
     path = resolve(engine.model, offline=engine.offline)
     settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}

@@ -31,7 +31,7 @@ from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Rows, Sequence
+from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE
@@ -149,11 +149,10 @@ class Scheduler(StepGroup[Sequence]):
 
     # Requests in and out ---------------------------------------------------------------------------
 
-    def add(self, request: Request, media: Mapping[str, Rows] | None = None) -> None:
-        """See `StepGroup`. `media` has the rows of its pictures and sounds."""
+    def add(self, request: Request) -> None:
         assert request.id not in self.live, f"request {request.id} is here already"
         self._arrived += 1
-        sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived, media)
+        sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived)
         sequence.drafts = self._spec_decode.start(request)
         if request.constraint is not None or request.sampling.looks_back:
             sequence.preparing = self._preparation.submit(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 
@@ -31,11 +30,9 @@ class Sequence:
     slot of the lease. The rest is pending. A token is wanted whenever nothing would stay pending.
     """
 
-    def __init__(
-        self, request: Request, capacity: int, arrival: int = 0, media: Mapping[str, Rows] | None = None
-    ) -> None:
+    def __init__(self, request: Request, capacity: int, arrival: int = 0) -> None:
         self.request = request
-        self._media = media or {}  # rows of its pictures and sounds
+        self._media: dict[str, Rows] = {}  # rows of its pictures and sounds
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
         self.tokens: list[int] = [*request.prompt.items, *request.generated_prefix]
@@ -90,11 +87,12 @@ class Sequence:
         return prompt.span_at(self.num_computed) if prompt.spans else None
 
     def check_media(self, width: int, batch_tokens: int) -> None:
-        """Raise unless its media can be computed in steps of `batch_tokens`, from rows of `width`."""
+        """Read its rows of `width`. Raise unless they can be computed in steps of `batch_tokens`."""
         request = self.request
+        row_bytes = width * np.dtype(np.float32).itemsize
         for span in request.prompt.spans:
-            count, rows = span.end - span.begin, self._media.get(span.media)
-            if rows is None or rows.shape != (count, width):
+            count, rows = span.end - span.begin, request.media.get(span.media)
+            if rows is None or len(rows) != count * row_bytes:
                 raise EngineError("the rows of a picture or sound are missing, or of another model")
             if not span.causal and count > batch_tokens:
                 raise InvalidRequest(
@@ -103,6 +101,7 @@ class Sequence:
                 )
             if span.end == len(request.prompt):
                 raise InvalidRequest("the prompt ends with a picture or sound; let text follow it")
+            self._media[span.media] = np.frombuffer(rows, np.float32).reshape(count, width)
         if request.prompt.spans and request.prompt_logprobs:
             raise InvalidRequest("a prompt with pictures or sound has no log-probabilities", "logprobs")
 

@@ -16,7 +16,7 @@ import msgspec
 from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.messages import TokenizerAnswer, TokenizerTask
+from cllm.messages import EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Prompt, Request, RequestOutput
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
@@ -45,13 +45,17 @@ CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[AnswerKind]) -> AnswerKind:
-    """The tokenizer's answer to a task, of the kind that the task's docstring names.
+    """The answer of the tokenizer, or of the media worker, of the kind that the task's docstring names.
 
     Raises InvalidRequest, TokenizerBusy, EngineDied; ClientGone where the `CALLER` leaves meanwhile.
     """
     caller = CALLER.get(Caller())
+    worker = engine.tokenizer
+    if isinstance(task, EncodeMedia):
+        assert engine.media is not None, "only a model with an mmproj is sent pictures"
+        worker = engine.media
     try:
-        future = engine.tokenizer.submit(task, caller.tenant)
+        future = worker.submit(task, caller.tenant)
         waiting = asyncio.wrap_future(future)
         try:
             await asyncio.wait((waiting,), timeout=WATCH_AFTER_S if caller.disconnected else None)
@@ -63,7 +67,7 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
                     raise ClientGone("the client disconnected")
         except (asyncio.CancelledError, ClientGone):
             waiting.cancel()
-            engine.tokenizer.abort(future)
+            worker.abort(future)
             raise
         answer = waiting.result()
     except CllmError as error:

@@ -98,7 +98,7 @@ class EngineClient:
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = executor
-        self.tokenizer = executor.tokenizer
+        self.tokenizer, self.media = executor.tokenizer, executor.media
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s, tenants)
         self.tenants = self._queue.tenants  # their accounts; the engines of a server share them
@@ -112,6 +112,11 @@ class EngineClient:
         self.adapters = EngineAdapters(self._call, lambda: (each.request.prompt for each in self.requests))
         self.metrics = EngineMetrics()
         self.metrics.watch(self._queue)
+
+    @property
+    def sees(self) -> bool:
+        """It takes pictures."""
+        return self.media is not None
 
     # From start to stop ------------------------------------------------------------------------------
 
@@ -144,7 +149,9 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
-        self.tokenizer.end(self.shutdown_message)
+        for worker in (self.tokenizer, self.media):
+            if worker is not None:
+                worker.end(self.shutdown_message)
         error = ShuttingDown(self.shutdown_message)
         for state in self._queue.requests:
             self._drop(state, error)
@@ -349,7 +356,8 @@ class EngineClient:
                     self._on_loading(fraction)
             case Ready(info, limits, memory):
                 self.metrics.loaded(limits, memory)
-                self.info, self.limits, self.error = info, limits, None
+                self.info = msgspec.structs.replace(info, sees=self.sees)
+                self.limits, self.error = limits, None
                 self._computing = True
                 self._backoff.ready()
                 self.adapters.restore()

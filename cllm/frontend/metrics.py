@@ -98,6 +98,7 @@ class EngineMetrics:
         self.cached_tokens = counter(
             "cached_tokens", "Prompt tokens of finished requests taken from the KV cache, by tier", "source"
         )
+        self.pictures = counter("pictures", "Pictures of requests, by the origin of their rows", "source")
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
         self.drafted_tokens = counter("drafted_tokens", "Draft tokens of finished requests")
         self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted")

@@ -5,7 +5,9 @@ A plain path needs nothing but this module: hubs and caches are imported where a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +22,7 @@ from cllm.models.files import parse_hub
 if TYPE_CHECKING:
     from cllm.models.store import StoredModel
 
+log = logging.getLogger(__name__)
 Named = TypeVar("Named")
 MAX_NEAR = 5
 MAX_SHOWN = 12
@@ -73,7 +76,40 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     if draft:
         draft = str(resolve(draft, offline=config.offline))
     adapters = tuple(_resolve_adapter(text, offline=config.offline) for text in config.adapter)
-    return msgspec.structs.replace(config, model=str(model), draft_model=draft, adapter=adapters)
+    mmproj = "" if config.no_mmproj else find_mmproj(model, config.mmproj)
+    files = {"draft_model": draft, "adapter": adapters, "mmproj": mmproj}
+    return msgspec.structs.replace(config, model=str(model), **files)
+
+
+def find_mmproj(model: Path, asked: str = "") -> str:
+    """Find the multimodal projector of a model: the one asked for, or one beside it that has its width.
+
+    Empty where there is none, or libmtmd is not built and none was asked for. Raises SetupError.
+    """
+    beside = [Path(asked).expanduser()] if asked else sorted(model.parent.glob("mmproj*.gguf"))
+    if not beside:
+        return ""
+    from cllm.backend.llama.gguf import GgufFile
+    from cllm.backend.llama.library import NO_MEDIA, find
+    from cllm.build.media import find_media
+
+    found = asked and beside[0]
+    if asked:
+        GgufFile(beside[0])  # it is one
+    else:
+        header = GgufFile(model).metadata
+        width = header.get(f"{header.get('general.architecture')}.embedding_length")
+        for path in beside:
+            with suppress(ModelFileError):
+                if any(width in tensor.shape for tensor in GgufFile(path).tensors):
+                    found = path
+                    break
+    if found and find_media(find()) is None:
+        if asked:
+            raise LibraryError(NO_MEDIA)
+        log.warning("%s is left out: %s", Path(found).name, NO_MEDIA)
+        return ""
+    return str(found)
 
 
 def _resolve_adapter(text: str, *, offline: bool) -> str:

@@ -88,7 +88,7 @@ def create_app(
     app.state.registry = registry
     app.state.live = LiveFeed(registry)
     app.state.jobs = JobStore(folder, config.job_store_mb << 20, lambda: len(keys.tenants))
-    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_mb << 20
+    app.state.response_ttl, app.state.max_line = config.response_ttl, config.max_body_bytes
     routes = {each.path: each for one in DIALECTS for each in one.routes if each.path in ENDPOINTS}
     call = partial(call_route, app, keys)
     app.state.batches = BatchRunner(call, routes, app.state.jobs, registry, keys, config)

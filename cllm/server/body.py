@@ -200,9 +200,10 @@ def measure(data: bytes) -> Shape:
     What is in strings counts only where that is too much. A text that is no JSON is counted as far as a
     decoder gets.
     """
-    counted = _count(np.frombuffer(data, np.uint8))
-    if counted.values <= MAX_VALUES and counted.containers <= min(MAX_DEPTH, MAX_CONTAINERS):
-        return counted
+    containers = data.count(b"[") + data.count(b"{")  # a picture is a long string, and quickly searched
+    values = data.count(b",") + containers + 1
+    if values <= MAX_VALUES and containers <= min(MAX_DEPTH, MAX_CONTAINERS):
+        return Shape(values, containers, containers)
     if b"\\" in data:  # a quote that is escaped ends no string
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     text = np.frombuffer(data, np.uint8)

@@ -124,7 +124,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(*arguments)
         self._settings = settings
         self._header_limit = settings.max_header_kb << 10
-        self._body_limit = settings.max_body_mb << 20  # what a body may have is passed on together
+        self._body_limit = settings.max_body_bytes  # what a body may have is passed on together
         self._turns = turns
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True

@@ -88,7 +88,7 @@ class RequestMiddleware:
         self._open = tuple(split_list(config.open_routes))  # of the operators' routes
         self._closed = keys.closed  # a keys file that is read again is never without keys
         self._keyless = TenantLimits(role="admin" if local else "user")
-        self._max_bytes, self._max_header_bytes = config.max_body_mb << 20, config.max_header_kb << 10
+        self._max_bytes, self._max_header_bytes = config.max_body_bytes, config.max_header_kb << 10
         self._inner: ASGIApp = self._admit
         if origins := split_list(config.cors_origins):
             self._inner = CORSMiddleware(

@@ -35,6 +35,7 @@ from cllm.types import (
     Prompt,
     ReasoningLimit,
     ReasoningMarks,
+    Span,
     Vocabulary,
 )
 
@@ -58,6 +59,7 @@ class Chat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     think: bool = True  # False: reasoning that the template opens is closed
     thoughts: str = ""  # the client's start of the reasoning
     reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
+    media: dict[str, Prompt] = {}  # items of pictures, by the markers that stand for them in the messages
 
 
 class RawText(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -66,6 +68,7 @@ class RawText(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pieces: tuple[str | int, ...]
     add_special: bool = True  # at the beginning of a text that is the first piece
     parse_special: bool = False  # True only where the client is trusted to write control tokens
+    media: dict[str, Prompt] = {}  # as a `Chat` has them
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,6 +79,40 @@ class PreparedPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: ConstraintSpec | None = None
     reasoning: ReasoningLimit | None = None
     chat_format: ChatFormat | None = None  # None: it is no conversation
+
+
+class PromptParts:
+    """Items of a prompt as they are put together: tokens of its texts, and items of its media."""
+
+    def __init__(self, media: Mapping[str, Prompt]) -> None:
+        self.items: list[int] = []
+        self._media = media
+        self._left = set(media)  # markers that have not come yet
+        self._spans: list[Span] = []
+        self._markers = re.compile(f"({'|'.join(map(re.escape, media))})") if media else None
+
+    def split(self, text: str) -> Iterator[str]:
+        """Yield the texts around the markers; the items of a marker are added when the next is asked for."""
+        if self._markers is None:
+            yield text
+            return
+        for part in self._markers.split(text):
+            if (found := self._media.get(part)) is None:
+                yield part
+                continue
+            at = len(self.items)
+            replace = msgspec.structs.replace
+            self._spans += [replace(each, begin=at + each.begin, end=at + each.end) for each in found.spans]
+            self.items += found.items
+            self._left.discard(part)
+
+    def build(self) -> Prompt:
+        """The prompt. Raises InvalidRequest where the template has dropped a marker."""
+        if self._left:
+            raise InvalidRequest(
+                "the model's chat template leaves out a picture where it was sent", "messages"
+            )
+        return Prompt(tuple(self.items), tuple(self._spans))
 
 
 class PromptBuilder:
@@ -149,7 +186,7 @@ class PromptBuilder:
         known = self.describe(tools=bool(chat.tools))
         constraint = self._constrain(chat, form, known, check)
         constrained = constraint is not None and not constraint.triggers
-        tokens, thinking = self.tokenize(chat, max_tokens, opened=constrained)
+        prompt, thinking = self.tokenize(chat, max_tokens, opened=constrained)
         if constraint is not None:
             constraint = _place(constraint, known, thinking=thinking, forced=chat.forced)
         limit = None
@@ -157,7 +194,7 @@ class PromptBuilder:
         if chat.reasoning_budget is not None and free and known.closing_ids:
             ids = {"opening": known.opening_ids, "closing": known.closing_ids}
             limit = ReasoningLimit(budget=chat.reasoning_budget, inside=thinking, **ids)
-        return PreparedPrompt(Prompt(tuple(tokens)), thinking, constraint, limit, known)
+        return PreparedPrompt(prompt, thinking, constraint, limit, known)
 
     def _constrain(
         self,
@@ -186,8 +223,8 @@ class PromptBuilder:
             return None
         return constraint
 
-    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[list[int], bool]:
-        """Tokens of a conversation up to the assistant's message, and whether they end inside the reasoning.
+    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[Prompt, bool]:
+        """Items of a conversation up to the assistant's message, and whether they end inside the reasoning.
 
         `opened`: the prompt opens the reasoning of a model that would open it itself. Raises
         ContextLengthExceeded before a text is tokenised that cannot have `max_tokens` tokens or fewer.
@@ -209,13 +246,15 @@ class PromptBuilder:
         parts = re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         check_length(self._vocabulary, parts, max_tokens)
-        tokens: list[int] = []
+        found = PromptParts(chat.media)
         for index, part in enumerate(parts):
-            if index % 2:
-                tokens += self._vocabulary.tokenize(part, add_special=False, parse_special=False)
-            elif part:
-                tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
-        return tokens, thinking
+            for text in found.split(part):
+                if index % 2:
+                    found.items += self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+                elif text:
+                    first = index == 0 and not found.items
+                    found.items += self._vocabulary.tokenize(text, add_special=first, parse_special=True)
+        return found.build(), thinking
 
     def render(self, chat: Chat) -> str:
         """The prompt of a conversation as text. Raises InvalidRequest."""

@@ -1,6 +1,6 @@
 """Engine worker: an EngineCore behind a channel, in a process of its own.
 
-Entry point of both worker processes: `python -m cllm.workers.engine_worker FD engine|tokenizer LOG_LEVEL`.
+Entry point of all workers: `python -m cllm.workers.engine_worker FD engine|tokenizer|media LOG_LEVEL`.
 The first frame is the configuration; after it commands come in and reports go out. End of input ends the
 process, whatever it is doing.
 """
@@ -134,6 +134,8 @@ def main(
             engine.run(config, make_runner)
         else:
             start_heartbeats(channel)
+            if role == "media":
+                from cllm.workers.media import serve_media as serve_tokenizer
             serve_tokenizer(channel, config)
     except msgspec.MsgspecError as error:
         log.critical("a message could not be decoded: %s", type(error).__name__)

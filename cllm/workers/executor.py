@@ -1,4 +1,4 @@
-"""Executor: an engine and its tokenizer in two supervised worker processes.
+"""Executor: an engine, its tokenizer and, with an mmproj, its media encoder in supervised worker processes.
 
 Nothing native is imported: hostile input can crash the workers, not the process that holds the queue.
 """
@@ -22,6 +22,7 @@ from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, Tok
 from cllm.messages import (
     Command,
     Died,
+    EncodeMedia,
     Prepare,
     RenderChat,
     Report,
@@ -45,11 +46,14 @@ MAX_WAITING_BYTES = 128 << 20
 WAIT_LIMIT_S = 30.0
 TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what takes longer hangs
 GRAMMAR_LIMIT_S = 120.0  # the worker itself ends one by its CPU time; a busy machine must not
+MEDIA_LIMIT_S = 300.0  # a large picture takes seconds on a CPU, and a request may have many
 Receive = Callable[[Report], None]
 
 
 class ProcessExecutor:
-    """Runs one engine at a time, and its tokenizer, each in a worker process of its own."""
+    """Runs one engine at a time, its tokenizer and its media encoder, each in a process of its own."""
+
+    media: ProcessTokenizer | None = None  # only for a model with an mmproj
 
     def __init__(
         self,
@@ -64,13 +68,17 @@ class ProcessExecutor:
             "engine", config, Report, log_level=log_level, module=engine_module or module
         )
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
+        if config.mmproj:
+            self.media = ProcessTokenizer(config, role="media", log_level=log_level, module=module)
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         """Begin to load, after the delay; returns at once. Only after `Died` may it be called again.
 
         `receive` gets the engine's reports: LoadProgress*, Ready, others*, Died.
         """
-        self.tokenizer.start()
+        for worker in (self.tokenizer, self.media):
+            if worker is not None:
+                worker.start()
         self._engine.start(receive, delay_s)
 
     def send(self, command: Command) -> None:
@@ -83,8 +91,12 @@ class ProcessExecutor:
 
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
-        self._engine.end()  # both exit at the same time
+        self._engine.end()  # all exit at the same time
+        if self.media is not None:
+            self.media.end()
         self.tokenizer.close()
+        if self.media is not None:
+            self.media.close()
         self._engine.close()
 
 
@@ -111,7 +123,7 @@ def settle(future: Future[Any], answer: object) -> None:
 
 
 class PendingTask(Attempt):
-    """A task on its way to the tokenizer worker and back. Its time limit begins when the worker gets it."""
+    """A task on its way to a worker and back. Its time limit begins when the worker gets it."""
 
     retries_together = 0  # clients wait a few seconds for their text, and each start of a process takes one
 
@@ -130,6 +142,9 @@ class PendingTask(Attempt):
             self._grammar_field = task.constraint.field
         long = len(frame) > LARGE_BYTES
         self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field else TEXT_LIMIT_S
+        self._what = "text"
+        if isinstance(task, EncodeMedia):
+            self._what, self.limit_s = "picture", MEDIA_LIMIT_S
         # One grammar is compiled at a time: a second one would wait for it on the other thread.
         self.large = bool(self._grammar_field) or long
 
@@ -140,7 +155,9 @@ class PendingTask(Attempt):
 
     def timeout_error(self) -> CllmError:
         """The answer when it hangs in the worker."""
-        return InvalidRequest(f"the text could not be processed within {self.limit_s:.0f} s: shorten it")
+        advice = "shorten it" if self._what == "text" else "send a smaller one"
+        message = f"the {self._what} could not be processed within {self.limit_s:.0f} s: {advice}"
+        return InvalidRequest(message)
 
     def rejection_error(self, exit_signal: int) -> CllmError:
         """The answer when the process has crashed because of it."""
@@ -150,23 +167,33 @@ class PendingTask(Attempt):
         if self._grammar_field:
             message = f"{self._grammar_field}: it is too complex to be compiled"
             return InvalidRequest(message, field=self._grammar_field)
-        return EngineDied("this text could not be processed: the tokenizer process crashed on it")
+        worker = "tokenizer" if self._what == "text" else "media"
+        return EngineDied(f"this {self._what} could not be processed: the {worker} process crashed on it")
 
 
 def busy_error(what: str) -> TokenizerBusy:
-    return TokenizerBusy(f"too much text waits to be tokenised: {what}; try again in a moment")
+    return TokenizerBusy(f"too much text or pictures wait to be processed: {what}; try again in a moment")
 
 
 class ProcessTokenizer:
     """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused.
 
     The worker gets as many tasks as it has threads. The others wait here, where they can still be dropped and
-    cost no time of their limit: a line for each tenant, and the tenants take turns.
+    cost no time of their limit: a line for each tenant, and the tenants take turns. With the role of `media`,
+    the tasks are pictures.
     """
 
-    def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        role: str = "tokenizer",
+        log_level: str = "info",
+        module: str = WORKER_MODULE,
+    ) -> None:
+        self._role = role
         self._supervisor = Supervisor(
-            "tokenizer",
+            role,
             config,
             TokenizerReady | TokenizerReply,
             beat=self._keep_limits,
@@ -260,10 +287,12 @@ class ProcessTokenizer:
         Called at each heartbeat of the worker.
         """
         with self._lock:
-            oldest = time.monotonic() - WAIT_LIMIT_S
+            # Each picture before it takes as long as its own: clients wait longer for one than for text.
+            limit_s = WAIT_LIMIT_S if self._role == "tokenizer" else MEDIA_LIMIT_S
+            oldest = time.monotonic() - limit_s
             for call in [call for call in self._waiting() if not call.sent_at and call.made_at < oldest]:
                 self._remove(call)
-                settle(call.future, busy_error(f"this one waited for {WAIT_LIMIT_S:.0f} s"))
+                settle(call.future, busy_error(f"this one waited for {limit_s:.0f} s"))
             slowest = max(self._running.values(), key=lambda call: call.overdue_s, default=None)
             if slowest is not None and slowest.overdue_s > 0 and not self._aborted:
                 del self._running[slowest.call_id]
@@ -293,7 +322,7 @@ class ProcessTokenizer:
 
     def _on_crash(self, died: Died) -> None:
         """Reject the tasks that are to blame, and send all others again."""
-        log.warning("the tokenizer process ended: %s", died.message)
+        log.warning("the %s process ended: %s", self._role, died.message)
         present, self._running = [*self._running.values()], {}
         innocent = self._aborted or died.code == START_FAILED
         rejected = [] if innocent else [call for call in present if call.blame()]

@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ContextLengthExceeded
+from cllm.errors import CllmError, ContextLengthExceeded, NotSupported
 from cllm.messages import (
     Detokenize,
+    EncodeMedia,
     Pieces,
     Prepare,
     Prepared,
@@ -38,9 +40,9 @@ from cllm.messages import (
     check_task,
 )
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
-from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, infill_prompt
+from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, PromptParts, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintSpec, Failure, Prompt, TokenBound, Vocabulary
+from cllm.types import ConstraintSpec, Failure, TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.executor import THREADS
 
@@ -104,6 +106,8 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case SpellTokens(tokens):
                     return Pieces(tuple(map(self._spell, tokens)))
+                case EncodeMedia():
+                    raise NotSupported("this model accepts text only")
         except CllmError as error:
             return Failure.of(error)
 
@@ -114,18 +118,20 @@ class TokenizerWorker:
         if isinstance(given, Chat):
             prompt = self._prompts.prepare(given, constraint, max_tokens, self._check)
         else:
-            tokens: list[int] = []
+            found = PromptParts({} if isinstance(given, Gap) else given.media)
             if isinstance(given, Gap):
-                tokens = infill_prompt(vocabulary, given)
+                found.items = infill_prompt(vocabulary, given)
             else:
                 for index, piece in enumerate(given.pieces):
-                    first = given.add_special and not index  # special tokens are added at the beginning only
-                    tokens += (
-                        vocabulary.tokenize(piece, add_special=first, parse_special=given.parse_special)
-                        if isinstance(piece, str)
-                        else [piece]
-                    )
-            prompt = PreparedPrompt(Prompt(tuple(tokens)), constraint=constraint)
+                    if isinstance(piece, int):
+                        found.items.append(piece)
+                        continue
+                    for text in found.split(piece):  # special tokens are added at the beginning only
+                        first = given.add_special and not index and not found.items
+                        found.items += vocabulary.tokenize(
+                            text, add_special=first, parse_special=given.parse_special
+                        )
+            prompt = PreparedPrompt(found.build(), constraint=constraint)
         if max_tokens and len(prompt.prompt) > max_tokens:
             raise ContextLengthExceeded(len(prompt.prompt), max_tokens)
         return prompt
@@ -164,17 +170,31 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
         compile_guard=partial(deadly_guard, COMPILE_LIMIT_S, signal.SIGXCPU),
         tool_template=info.tool_template,
     )
-    try:  # hostile input may end this process, but not take all of the machine's memory
+    limit_memory()
+    threading.Thread(target=worker.warm_up, name="warm-up", daemon=True).start()
+    answer_tasks(channel, worker)
+
+
+def limit_memory() -> None:
+    """Let hostile input end this process, but not take all of the machine's memory."""
+    try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     except (OSError, ValueError):
         pass  # the system does not support it
-    threading.Thread(target=worker.warm_up, name="warm-up", daemon=True).start()
-    answer_tasks(channel, worker)
 
 
-def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
+class Worker(Protocol):
+    """Does the tasks of a worker process, from several threads."""
+
+    @property
+    def bound(self) -> TokenBound: ...
+
+    def perform(self, task: TokenizerTask) -> TokenizerAnswer: ...
+
+
+def answer_tasks(channel: Channel, worker: Worker) -> None:
     """Do what comes in, several tasks at a time, until the parent closes its end."""
     decoder = msgspec.msgpack.Decoder(TokenizerCall)
 

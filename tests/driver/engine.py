@@ -186,9 +186,10 @@ class StepDriver:
         """Submit a prompt with the rows of its pictures, with the next name."""
         self.land()
         name = f"r{len(self.requests)}"
-        request = Request(id=name, prompt=prompt, max_tokens=max_tokens, **fields)
+        rows = {media: values.tobytes() for media, values in media.items()}
+        request = Request(id=name, prompt=prompt, max_tokens=max_tokens, media=rows, **fields)
         self.requests[name], self.answers[name] = request, Answer()
-        self.scheduler.add(request, media)
+        self.scheduler.add(request)
         return name
 
     def embed(self, *inputs: Sequence[int]) -> str:

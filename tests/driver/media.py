@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from cllm.backend.base import Batch, BatchKind, MediaRows, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
@@ -21,6 +25,22 @@ from tests.tiny_media import MediaModel
 def make_picture(seed: int = 0, width: int = 48, height: int = 32) -> Picture:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Picture(width, height, pixels.tobytes())
+
+
+def make_file(seed: int = 0, kind: str = "PNG", width: int = 48, height: int = 32, **options: Any) -> bytes:
+    """The file of a picture of `make_picture`; PNG and lossless WebP keep its pixels."""
+    picture = make_picture(seed, width, height)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), picture.rgb).save(file, kind, **options)
+    return file.getvalue()
+
+
+def make_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def make_url(data: bytes) -> str:
+    return f"data:image/png;base64,{make_text(data)}"
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from cllm.build.toolchain import cache_directory
 from tests.driver.server import PATIENCE_S, SERVE, Server, wait_for
 from tests.tiny_architectures import make_experts, make_hybrid, make_rollback_hybrid
 from tests.tiny_encoders import make_encoder, make_reranker
+from tests.tiny_media import make_causal
 from tests.tiny_models import make_dense, make_recurrent, make_sliding_window
 
 KEY, OTHER_KEY = "key-of-the-matrix", "another-key"
@@ -250,6 +251,8 @@ ROWS = (
     Row("offline", "--offline"),
     Row("alias", "--alias named,called"),
     Row("tags", "--tags small,fast"),
+    Row("mmproj", "--mmproj {mmproj}"),
+    Row("no_mmproj", "--no-mmproj --mmproj {mmproj}"),
     Row("chat_template", "--chat-template chatml"),
     Row("chat_template", "--chat-template {template}"),
     Row("gpu_layers", "--gpu-layers 0"),
@@ -362,8 +365,8 @@ RISKY = tuple(row for row in ROWS if row.risky)
 
 def make_places(folder: Path) -> dict[str, str]:
     """Write the files that rows name; their paths by name."""
-    both, probes, scratch = (folder / name for name in ("both", "probes", "scratch"))
-    for each in (both, probes, scratch):
+    both, probes, scratch, media = (folder / name for name in ("both", "probes", "scratch", "media"))
+    for each in (both, probes, scratch, media):
         each.mkdir()
     paths = {
         "dense": make_dense(folder / "dense.gguf"),
@@ -374,6 +377,7 @@ def make_places(folder: Path) -> dict[str, str]:
         "experts": make_experts(folder / "experts.gguf"),
         "encoder": make_encoder(folder / "encoder.gguf"),
         "reranker": make_reranker(folder / "reranker.gguf"),
+        "mmproj": make_causal(media).mmproj,
         "folder": both,
         "probes": probes,
         "scratch": scratch,

@@ -29,7 +29,11 @@ ALIAS = ("from cllm.cli.main import server_main; server_main()",)
 PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
 FREED_WITHIN_S = 5.0  # a step and the way to the parent, on a busy machine
 _KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")
-_DEATHS = {"engine": "the engine died: ", "tokenizer": "the tokenizer process ended: "}
+_DEATHS = {
+    "engine": "the engine died: ",
+    "tokenizer": "the tokenizer process ended: ",
+    "media": "the media process ended: ",
+}
 Found = TypeVar("Found")
 
 

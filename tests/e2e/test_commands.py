@@ -16,6 +16,7 @@ import pytest
 
 from tests.driver.hub import FakeHub
 from tests.driver.server import ROOT, Server, StartServer, environment
+from tests.tiny_media import make_causal
 from tests.tiny_models import make_adapter, make_dense
 
 # Lines that are not run, by their beginning.
@@ -40,6 +41,7 @@ NOT_RUN = {
     "cllm service remove": "likewise",
     "curl localhost:18081/v1/completions": "the server of the line before; test_adapters",
     "curl localhost:18081/admin/adapters": "likewise",
+    "curl localhost:18081/v1/chat/completions": "likewise; test_pictures",
     "curl -X DELETE localhost:18081/admin/adapters": "likewise",
     "OPENAI_API_BASE_URL=": "another program; test_clients_open_webui",
     "CLLM_API_KEY=cllm-": "an address for containers; test_clients_open_webui",
@@ -97,11 +99,12 @@ RUN = {choose(each.line): each for each in COMMANDS if not each.line.startswith(
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Variables of a home with `cllm` on the PATH, a folder with the model NAME, and a hub with USER/REPO."""
     home = tmp_path_factory.mktemp("home")
-    for folder in ("bin", "models"):
+    for folder in ("bin", "models", "media"):
         (home / folder).mkdir()
     (home / "bin" / "cllm").write_text(CLLM)
     (home / "bin" / "cllm").chmod(0o755)
     model = make_dense(home / "tiny.gguf")
+    make_causal(home / "media").mmproj.rename(home / "media" / "mmproj.gguf")
     for name in ("sql", "legal"):
         make_adapter(home / f"{name}-lora.gguf")
     files = {"tiny-Q4_K_M.gguf": model.read_bytes(), "tiny-Q8_0.gguf": model.read_bytes()}
@@ -124,6 +127,7 @@ def fill_in(line: str, place: dict[str, str], server: Server) -> str:
         r"(/path/to/)?\bmodel\.gguf\b": model,
         r"\bMODEL\b(?!=)": model,
         r"\bbase\.gguf\b": model,
+        r"\bmmproj\.gguf\b": f"{place['HOME']}/media/mmproj.gguf",
         r"=(\w+-lora\.gguf)": rf"={place['HOME']}/\1",
         r"http://(127\.0\.0\.1|localhost):18081": server.url,
         r"\bkeys\.toml": f"{place['HOME']}/keys.toml",

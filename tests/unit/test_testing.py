@@ -52,7 +52,7 @@ def test_in_a_conversation_the_last_script_counts() -> None:
         {"role": "assistant", "content": "first"},
         {"role": "user", "content": say("second, é")},
     )
-    deltas = answer(prompts.tokenize(Chat(messages))[0])
+    deltas = answer([*prompts.tokenize(Chat(messages))[0].items])
     assert "".join(delta.text for delta in deltas) == "second, é"
 
 
@@ -63,7 +63,7 @@ def test_a_script_goes_on_with_each_turn_that_has_none() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{say('old')} then {say(call, 'done')}"}]
     spoken = []
     for _ in range(3):
-        deltas = answer(prompts.tokenize(Chat(tuple(messages)))[0])
+        deltas = answer([*prompts.tokenize(Chat(tuple(messages)))[0].items])
         spoken.append("".join(delta.text for delta in deltas))
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]},

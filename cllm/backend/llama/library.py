@@ -28,6 +28,10 @@ from cllm.build.toolchain import BINDINGS_VERSION
 from cllm.errors import LibraryError
 
 log = logging.getLogger("llama.cpp")
+NO_MEDIA = (
+    "pictures and sound need libmtmd, which is not built for this library: run `cllm build --media` (about a "
+    "minute, once)"
+)
 
 PACKAGE = "cllm_native"
 LIBRARY_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
@@ -117,10 +121,7 @@ class Library:
         if hasattr(self.api, "mtmd_init_from_file"):
             return
         if (path := find_media(self.directory)) is None:
-            raise LibraryError(
-                "pictures and sound need libmtmd, which is not built for this library: run `cllm build "
-                "--media` (about a minute, once)"
-            )
+            raise LibraryError(NO_MEDIA)
         try:
             self.api.declare(path, DECLARED.media)
         except (OSError, AttributeError) as error:

@@ -41,6 +41,7 @@ from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 log = logging.getLogger(__name__)
 _MIB = 1 << 20
 RUNTIME = 190 * _MIB  # Python and libraries of the three processes, as measured
+MEDIA_RUNTIME = 384 * _MIB  # of the media worker beside the mmproj: Python, the cache of rows, a picture
 VOCABULARY_BYTES = 1400  # of a token's tables in the engine and in the tokenizer worker, as measured
 GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
 GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
@@ -266,7 +267,8 @@ class MemoryFit:
             devices = [one._replace(model=int(rows * part)) for one, part in split]
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
-        host = place(HOST, self.available, RUNTIME + tables)
+        media = MEDIA_RUNTIME + Path(config.mmproj).stat().st_size if config.mmproj else 0
+        host = place(HOST, self.available, RUNTIME + tables + media)
         shared = sum(one.needed for one, device in zip(devices, used, strict=True) if device.integrated)
         return (host._replace(shared=shared), *devices)
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -39,6 +40,7 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "tool_result": ("tool_use_id", "content", "is_error"),
     "thinking": ("thinking",),
     "redacted_thinking": (),
+    "image": ("source",),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
 _TEXT = {"type": "text", "text": bodies.QUESTION}
@@ -94,6 +96,12 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
         str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)] | None,
         about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
     ] = None
+    source: Annotated[
+        bodies.JsonValue,
+        about(
+            "A picture: `data` in base64; an address is refused", {"type": "base64", "data": "iVBORw0KGgo="}
+        ),
+    ] = None
     is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
     thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", bodies.REASONING)] = None
 
@@ -116,10 +124,11 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
         """The type; a call that another server made is one like any other."""
         return self.type.removeprefix("mcp_")
 
-    @property
-    def shown(self) -> str:
-        """The text, or a note in its place."""
-        return self.text or ("" if self.kind == "text" else chats.note_media(self.type))
+    def show(self, builder: chats.MessageBuilder, role: str) -> str:
+        """The text, or what is shown in its place. Raises InvalidRequest."""
+        if self.text or self.kind == "text":
+            return self.text or ""
+        return builder.show_media(role, self.type, self.source)
 
     def add_to(self, builder: chats.MessageBuilder, role: str) -> None:
         """Add the block to the messages of a conversation. Raises InvalidRequest."""
@@ -127,7 +136,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
             case "tool_use":
                 builder.add_tool_call(self.id, self.name or "", self.input)
             case "tool_result":
-                text = chats.MESSAGE_JOINT.join(list_texts(self.content))
+                text = chats.join_texts(list_texts(self.content, builder, "tool"))
                 builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
             case "thinking":
                 if self.thinking:
@@ -137,9 +146,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
             case _ if self.type.startswith("server_tool") or self.type.endswith("_tool_result"):
                 log.debug("skipped a block of type %.64r: another server's tool", self.type)
             case _:
-                if self.kind != "text" and not self.text:
-                    builder.check_media(role, self.type)
-                builder.add_text(role, self.shown)
+                builder.add_text(role, self.show(builder, role))
 
 
 def _find_text(block: dict[str, Any]) -> str:
@@ -154,10 +161,10 @@ def _find_text(block: dict[str, Any]) -> str:
 Blocks = str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)]
 
 
-def list_texts(content: Blocks | None) -> list[str]:
+def list_texts(content: Blocks | None, builder: chats.MessageBuilder, role: str) -> list[str]:
     if content is None or isinstance(content, str):
         return [content or ""]
-    return [block.shown for block in content]
+    return [block.show(builder, role) for block in content]
 
 
 def join_system(content: Blocks) -> str:
@@ -166,7 +173,7 @@ def join_system(content: Blocks) -> str:
     That line is for Anthropic's accounting and differs by session. Left in front, it would change the
     prefix of a prompt that is otherwise the same.
     """
-    texts = list_texts(content)
+    texts = list_texts(content, chats.MessageBuilder("system"), "system")
     for index, text in enumerate(texts):
         if text.startswith(BILLING_HEADER):
             log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
@@ -271,9 +278,9 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
         wanted = (self.output_config and self.output_config.format) or self.output_format
         return None if wanted is None else wanted.schema
 
-    def conversation(self) -> chats.Conversation:
+    def conversation(self, *, sees: bool = False) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
-        builder = chats.MessageBuilder("messages", combine=True)
+        builder = chats.MessageBuilder("messages", combine=True, sees=sees)
         builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
         thinking, config = (
             self.thinking or ThinkingBody(type="adaptive"),
@@ -284,6 +291,7 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
             options["enable_thinking"] = thinking.type != "disabled"
         return chats.Conversation(
             messages=builder.build(),
+            pictures=builder.pictures,
             options={**options, **(self.chat_template_kwargs or {})},
             think=thinking.type != "disabled",
             reasoning_budget=thinking.budget_tokens,
@@ -509,7 +517,9 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
     )
-    session = await open_chat(engine, await run_in_turn(http, body.conversation), request)
+    session = await open_chat(
+        engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)), request
+    )
     name = body.model or loaded(engine)[0].name
     renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
     return await renderer.respond(http, session, stream=body.stream)
@@ -519,5 +529,5 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
 async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    conversation = await run_in_turn(http, body.conversation)
+    conversation = await run_in_turn(http, partial(body.conversation, sees=engine.sees))
     return TokenCount(await count_tokens(engine, conversation, body.constraint()))

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from cllm.chat.conversation import Conversation
+from cllm.chat.conversation import Conversation, Pictures
+from cllm.errors import InvalidRequest
 from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.body import Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.bodies import STOP, ChatBody, Stops, refuse_multimodal
+from cllm.server.dialects.openai.bodies import NO_MEDIA, STOP, ChatBody, Stops
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
 from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
@@ -20,18 +21,26 @@ from cllm.text.prompt import Gap, Snippet
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 MAX_PROBS = 20
+MEDIA_MARKER = "<__media__>"
 
 
 class PromptObject(msgspec.Struct, Body, kw_only=True):
-    """A prompt in an object, as it comes beside images; without them it is its text."""
+    """A prompt in an object, as it comes beside pictures; without them it is its text."""
 
     prompt_string: Annotated[str, about("The text", "1+1=")]
     multimodal_data: Annotated[
-        list[Any] | None, about("Images and sounds; refused: the model accepts text only", None)
+        list[Any] | None, about(f"Pictures in base64, each in the place of a `{MEDIA_MARKER}`", None)
     ] = None
 
-    def __post_init__(self) -> None:
-        refuse_multimodal(self.multimodal_data)
+    def take_pictures(self, pictures: Pictures) -> None:
+        """Move the pictures to those of the request, and write their markers. Raises InvalidRequest."""
+        texts, data = self.prompt_string.split(MEDIA_MARKER), self.multimodal_data or []
+        if data and len(texts) != len(data) + 1:
+            count = f"{len(texts) - 1} times {MEDIA_MARKER} for {len(data)} pictures"
+            raise InvalidRequest(f"prompt: it has {count}; write one for each", "prompt")
+        if data:
+            markers = [pictures.add("multimodal_data", each, "prompt") for each in data]
+            self.prompt_string = "".join(map("".join, zip(texts, [*markers, ""], strict=True)))
 
     @property
     def text(self) -> str:
@@ -130,6 +139,16 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
     def prompts(self) -> list[list[str | int]]:
         return split_inputs(self.prompt)
 
+    def take_pictures(self, *, sees: bool) -> Pictures:
+        """The pictures of all prompts, which have markers in their places then. Raises InvalidRequest."""
+        pictures = Pictures()
+        for each in self.prompt if isinstance(self.prompt, list) else [self.prompt]:
+            if isinstance(each, PromptObject):
+                if each.multimodal_data and not sees:
+                    raise InvalidRequest(f"prompt: {NO_MEDIA}", "prompt")
+                each.take_pictures(pictures)
+        return pictures
+
     @property
     def biases(self) -> dict[str, float]:
         return {key.removeprefix("\0"): bias for key, bias in self.logit_bias.items() if not is_token_id(key)}
@@ -204,8 +223,8 @@ class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
 
     add_generation_prompt: Annotated[bool, about("End where the answer begins")] = True
 
-    def conversation(self) -> Conversation:
-        found = super().conversation()
+    def conversation(self, *, sees: bool = False) -> Conversation:
+        found = super().conversation(sees=sees)
         options = {**found.options, "add_generation_prompt": self.add_generation_prompt}
         return msgspec.structs.replace(found, options=options)
 

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 
 from cllm import __version__
-from cllm.chat.session import ChatSession, count_tokens
+from cllm.chat.session import ChatSession, count_tokens, encode_pictures
 from cllm.errors import CllmError, ContextLengthExceeded, EngineNotReady, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
@@ -299,6 +299,7 @@ async def complete(
     http: HttpRequest,
     inputs: Sequence[RawText | Gap],
     texts: Sequence[str | None],
+    media: dict[str, bytes] | None = None,
 ) -> Any:
     """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
 
@@ -314,6 +315,7 @@ async def complete(
         stop=body.stop,
         logprobs=probed if body.n_probs else None,
     )
+    request = _replace(request, media=media or {})
     request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [
         await spell(engine, tokens.items) if text is None else text
@@ -360,11 +362,14 @@ async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any
     engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     inputs: list[RawText] = []
     texts: list[str | None] = []
+    tenant = http.scope["state"]["tenant"].name
+    media, rows = await encode_pictures(engine, body.take_pictures(sees=engine.sees), tenant)
     for pieces in body.prompts:
         submit.check_tokens(engine, [piece for piece in pieces if isinstance(piece, int)], "prompt")
-        inputs.append(RawText(tuple(pieces), parse_special=True))
+        own = {marker: each for marker, each in media.items() if marker in str(pieces[0])}
+        inputs.append(RawText(tuple(pieces), parse_special=True, media=own))
         texts.append(pieces[0] if len(pieces) == 1 and isinstance(pieces[0], str) else None)
-    return await complete(engine, body, http, inputs, texts)
+    return await complete(engine, body, http, inputs, texts, rows)
 
 
 @llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
@@ -404,7 +409,7 @@ async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> sha
 async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
     engine = await submit.use_engine(http, body.model)
-    conversation = await run_in_turn(http, body.conversation)
+    conversation = await run_in_turn(http, partial(body.conversation, sees=engine.sees))
     task = RenderChat(conversation.for_template())
     return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
@@ -414,7 +419,9 @@ async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> s
 async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
     engine = await submit.use_engine(http, body.model)
-    return shapes.InputTokens(await count_tokens(engine, await run_in_turn(http, body.conversation)))
+    return shapes.InputTokens(
+        await count_tokens(engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)))
+    )
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)
@@ -432,6 +439,8 @@ async def props(http: HttpRequest) -> shapes.LlamaProps:
         model_alias=info.name,
         model_ftype=parse_file_type(info.description).name,
         model_path=info.file,
+        modalities=shapes.Modalities(vision=info.sees),
+        media_marker=shapes.MEDIA_MARKER if info.sees else "",
         endpoint_slots="-/slots" not in routes,
         endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",

@@ -156,7 +156,7 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
         """The prompt where it is no conversation."""
         return None
 
-    def conversation(self) -> chats.Conversation:
+    def conversation(self, *, sees: bool = False) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
         raise NotImplementedError
 
@@ -176,14 +176,15 @@ class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     function: Annotated[bodies.CalledFunction, about("The tool and its arguments", {"name": "now"})]
 
 
+Images = Annotated[list[str] | None, about("Pictures in base64, for a model that takes them", None)]
+
+
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
     content: Annotated[str | None, about("The text", bodies.QUESTION)] = None
-    images: Annotated[
-        list[str] | None, about("Refused in the last question: the model accepts text only", None)
-    ] = None
+    images: Images = None
     thinking: bodies.ReasoningText = None
     tool_calls: Annotated[
         Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
@@ -202,7 +203,7 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
         if images := message.pop("images", ()):
             message["content"] = [
                 {"type": "text", "text": self.content or ""},
-                *[{"type": "image"}] * len(images),
+                *({"type": "image", "image_url": image} for image in images),
             ]
         if (name := message.pop("tool_name", None)) is not None:
             message["name"] = name
@@ -238,9 +239,11 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
         super().__post_init__()
         chats.ToolChoice().check([tool.function.name for tool in self.tools or ()])
 
-    def conversation(self) -> chats.Conversation:
+    def conversation(self, *, sees: bool = False) -> chats.Conversation:
+        builder = chats.MessageBuilder("messages", sees=sees)
         return chats.Conversation(
-            messages=chats.normalize_messages(message.as_dict() for message in self.messages),
+            messages=chats.normalize_messages((message.as_dict() for message in self.messages), builder),
+            pictures=builder.pictures,
             **self.thinking(),
             **chats.ToolChoice().apply([tool.function.tool() for tool in self.tools or ()]),
         )
@@ -257,14 +260,14 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
     system: Annotated[str, about("Instructions", "Be brief.")] = ""
     raw: Annotated[bool, about("Complete the prompt as it is: no chat template")] = False
-    images: Annotated[list[str] | None, about("Refused: the model accepts text only", None)] = None
+    images: Images = None
     template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
     context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.images:
-            raise ValueError(chats.refuse_media("image", "images"))
+        if self.images and (self.raw or self.suffix):
+            raise ValueError("images: they go with neither raw nor suffix")
         if self.template:
             raise ValueError(
                 "template: a request cannot change it; start the server with --chat-template, or use raw"
@@ -280,11 +283,12 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
             return Gap(prefix=self.prompt, suffix=self.suffix)
         return RawText((self.prompt,)) if self.raw else None
 
-    def conversation(self) -> chats.Conversation:
+    def conversation(self, *, sees: bool = False) -> chats.Conversation:
+        builder = chats.MessageBuilder("images", sees=sees)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return chats.Conversation(
-            messages=(*system, {"role": "user", "content": self.prompt}), **self.thinking()
-        )
+        asked = OllamaMessage(role="user", content=self.prompt, images=self.images).as_dict()
+        messages = (*system, *chats.normalize_messages([asked], builder))
+        return chats.Conversation(messages=messages, pictures=builder.pictures, **self.thinking())
 
 
 class OllamaEmbedBody(OllamaBody, kw_only=True):

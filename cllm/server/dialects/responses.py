@@ -405,7 +405,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     if isinstance(body.conversation, ConversationName) and asked.conversation is None:
         new = ConversationBody()
         asked.conversation = body.conversation.id or (await add_conversation(http, new)).id
-    conversation = await run_in_turn(http, partial(body.to_conversation, history))
+    conversation = await run_in_turn(http, partial(body.to_conversation, history, sees=engine.sees))
     session = await open_chat(engine, conversation, request)
     echoed = echo(body, body.model or loaded(engine)[0].name)
     if asked.conversation is not None:
@@ -460,7 +460,8 @@ async def accept(
 async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    conversation = await run_in_turn(http, partial(body.to_conversation, await load_history(body, http)))
+    history = await load_history(body, http)
+    conversation = await run_in_turn(http, partial(body.to_conversation, history, sees=engine.sees))
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 

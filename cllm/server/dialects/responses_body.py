@@ -53,11 +53,13 @@ class ResponseTool(bodies.FunctionBody, kw_only=True):
 Parts = Annotated[list[bodies.ContentPart], Meta(max_length=MAX_MESSAGES)]
 
 
-def join_text(content: str | list[bodies.ContentPart]) -> str:
+def join_text(content: str | list[bodies.ContentPart], builder: chats.MessageBuilder, role: str) -> str:
     if isinstance(content, str):
         return content
-    return chats.MESSAGE_JOINT.join(
-        (part.text or part.refusal or "") if part.type in chats.TEXT_PARTS else chats.note_media(part.type)
+    return chats.join_texts(
+        (part.text or part.refusal or "")
+        if part.type in chats.TEXT_PARTS
+        else builder.show_media(role, part.type, part.image_url)
         for part in content
     )
 
@@ -116,10 +118,7 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
             case "message":
                 content = self.content or ""
                 role = "system" if self.role == "developer" else str(self.role)
-                for part in content if isinstance(content, list) else ():
-                    if part.type not in chats.TEXT_PARTS:
-                        builder.check_media(role, part.type)
-                builder.add_text(role, join_text(content))
+                builder.add_text(role, join_text(content, builder, role))
             case "reasoning":
                 parts = self.content or self.summary or ()
                 if text := "".join(part.text or "" for part in parts if isinstance(part, bodies.ContentPart)):
@@ -131,8 +130,9 @@ class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
                 builder.add_tool_call(self.call_id, name, arguments)
             case _:
                 output = self.output or ""
-                text = chats.write_arguments(output) if isinstance(output, dict) else join_text(output)
-                builder.add_tool_result(self.call_id, text)
+                if isinstance(output, dict):
+                    output = chats.write_arguments(output)
+                builder.add_tool_result(self.call_id, join_text(output, builder, "tool"))
 
 
 def get_kind(kind: Any) -> str:
@@ -332,9 +332,11 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
             return [ResponseItem(type="message", role="user", content=self.input)]
         return self.input
 
-    def to_conversation(self, history: Iterable[ResponseItem] = ()) -> chats.Conversation:
+    def to_conversation(
+        self, history: Iterable[ResponseItem] = (), *, sees: bool = False
+    ) -> chats.Conversation:
         """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
-        builder = chats.MessageBuilder("input")
+        builder = chats.MessageBuilder("input", sees=sees)
         if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
         else:
@@ -343,6 +345,7 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
         effort = (self.reasoning or ReasoningBody()).effort
         return chats.Conversation(
             messages=builder.build(),
+            pictures=builder.pictures,
             options=chats.make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),

@@ -11,6 +11,7 @@ from cllm.chat import conversation
 from cllm.chat.conversation import (
     Conversation,
     MessageBuilder,
+    Pictures,
     ToolChoice,
     normalize_messages,
     write_arguments,
@@ -195,3 +196,37 @@ def test_texts_of_a_message_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> 
         builder.add_text("user", str(number))
     assert builder.build() == ({"role": "user", "content": "\n".join(map(str, range(100)))},)
     assert len(joined) == 1
+
+
+def test_pictures_become_markers_in_their_line() -> None:
+    builder = MessageBuilder("messages", sees=True)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    asked = {
+        "role": "user",
+        "content": [text("a"), text("b"), image, text("c"), {**image, "image_url": "BB=="}],
+    }
+    (message,) = normalize_messages([asked], builder)
+    first, second = builder.pictures
+    assert message["content"] == f"a\nb{first}c{second}"
+    assert [*builder.pictures.values()] == ["AA==", "BB=="]
+    sound = {"role": "user", "content": [{"type": "input_audio"}]}
+    with pytest.raises(
+        InvalidRequest, match="'input_audio' is not supported: this model accepts text and pict"
+    ):
+        normalize_messages([sound], builder)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("https://example.org/cat.png", "is an address, and this server fetches nothing: send the picture"),
+        ({"url": "file:///etc/passwd"}, "fetches nothing"),
+        ("data:image/png,abc", "must end its head with ;base64"),
+        (None, "has no picture"),
+        ({"url": 7}, "has no picture"),
+        ("data:image/png;base64,", "has no picture"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_advice(source: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        Pictures().add("image_url", source, "messages")

@@ -16,7 +16,7 @@ from cllm.llm import LLM, AsyncLLM
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
 from cllm.text.chat_format import ChatFormat, Tool
 from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Prompt, ReasoningMarks
 from tests.driver.thread_engine import make_llm
 from tests.unit.text.formats import FORMATS
 
@@ -147,8 +147,8 @@ class KnownFormat(PromptBuilder):
     def describe(self, *, tools: bool) -> ChatFormat:
         return self._known
 
-    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[list[int], bool]:
-        return [], self._thinking
+    def tokenize(self, chat: Chat, max_tokens: int = 0, *, opened: bool = False) -> tuple[Prompt, bool]:
+        return Prompt(), self._thinking
 
 
 def place(known: ChatFormat, form: ConstraintSpec | None, *, thinking: bool, **fields: Any) -> PreparedPrompt:

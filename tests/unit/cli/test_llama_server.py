@@ -38,6 +38,8 @@ ENGINE: dict[str, dict[str, Any]] = {
     "--pooling cls --chat-template llama3": {"pooling": "cls", "chat_template": "llama3"},
     "--pooling none --chat-template-file T": {"pooling": "none", "chat_template": "T"},
     "--rerank": {"pooling": "rank"},
+    "-mm P": {"mmproj": "P"},
+    "--no-mmproj": {"no_mmproj": True},
 }
 SERVER: dict[str, dict[str, Any]] = {
     "--host ::1,127.0.0.1 --port 99": {"host": "::1,127.0.0.1", "port": 99},

@@ -12,9 +12,10 @@ from cllm.adapters import parse_adapter
 from cllm.backend.llama import memory
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError, NotEnoughMemory
-from cllm.models.resolve import find_by_name, resolve, resolve_config
+from cllm.models.resolve import find_by_name, find_mmproj, resolve, resolve_config
 from cllm.models.store import embedded_model, hf_cache
 from tests.driver.hub import FakeHub
+from tests.tiny_media import make_causal
 from tests.tiny_models import make_adapter
 from tests.unit.models.conftest import REPO
 
@@ -141,3 +142,20 @@ def test_adapters_are_pulled_from_a_hub(hub: FakeHub, caches: Path) -> None:
     assert all(Path(each.file).is_relative_to(hf_cache()) for each in found)
     with pytest.raises(ModelFileError, match="is not on this machine, and --offline"):
         resolve_config(EngineConfig(model=str(model), adapter=("c=hf:Example/Other",), offline=True))
+
+
+def test_an_mmproj_beside_the_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path | None] = [tmp_path]
+    monkeypatch.setattr("cllm.backend.llama.library.find", lambda: tmp_path)
+    monkeypatch.setattr("cllm.build.media.find_media", lambda _: built[0])
+    files = make_causal(tmp_path)
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"no model")
+    assert find_mmproj(files.model) == ""
+    mmproj = files.mmproj.rename(tmp_path / "mmproj-b.gguf")
+    assert find_mmproj(files.model) == find_mmproj(files.model, str(mmproj)) == str(mmproj)
+    with pytest.raises(ModelFileError, match=r"there is no model file at .*c\.gguf"):
+        find_mmproj(files.model, str(tmp_path / "c.gguf"))
+    built[0] = None
+    assert find_mmproj(files.model) == "", "text is served all the same"
+    with pytest.raises(LibraryError, match="cllm build --media"):
+        find_mmproj(files.model, str(mmproj))

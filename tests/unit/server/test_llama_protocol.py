@@ -58,13 +58,18 @@ def test_forms_of_stop(given: Any, stop: Any) -> None:
     assert body(stop=given).stop == stop
 
 
-def test_media_beside_a_prompt_are_refused() -> None:
+def test_media_beside_a_prompt_are_taken_or_refused() -> None:
     """llama-server's form. Dropping them would answer another question."""
     given = {"prompt_string": "What is <__media__>?", "multimodal_data": ["aGVsbG8="]}
     for prompt in (given, [given]):
         with pytest.raises(InvalidRequest, match=r"multimodal_data is not supported.*text only") as refused:
-            body(prompt=prompt)
+            body(prompt=prompt).take_pictures(sees=False)
         assert refused.value.field == "prompt"
+        seen = body(prompt=prompt)
+        ((marker, data),) = seen.take_pictures(sees=True).items()
+        assert seen.prompts == [[f"What is {marker}?"]] and data == "aGVsbG8="
+    with pytest.raises(InvalidRequest, match="it has 1 times <__media__> for 2 pictures"):
+        body(prompt={**given, "multimodal_data": ["AA==", "AA=="]}).take_pictures(sees=True)
     with pytest.raises(InvalidRequest, match="multimodal_data") as refused:
         LlamaEmbeddingBody.parse({"content": given})
     assert refused.value.field == "content"

@@ -11,7 +11,7 @@ from cllm.messages import Prepare, Prepared
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PreparedPrompt, PromptBuilder, RawText
-from cllm.types import Prompt
+from cllm.types import Prompt, Span
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -23,7 +23,7 @@ def builder(template: str | None = TEMPLATE) -> PromptBuilder:
 
 
 def tokens_of(template: str | None, *messages: dict[str, Any], **more: Any) -> list[int]:
-    return builder(template).tokenize(Chat(messages, **more))[0]
+    return [*builder(template).tokenize(Chat(messages, **more))[0].items]
 
 
 def test_a_conversation_is_rendered_with_control_tokens() -> None:
@@ -74,8 +74,8 @@ THINKING = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{{ '\\n' }
 def test_how_a_prompt_goes_on_after_the_template(fields: Any, end: str, thinking: bool) -> None:
     chat = Chat(({"role": "user", "content": "?"},), **fields)
     assert builder(THINKING).render(chat) == f"?|{end}"
-    tokens, inside = builder(THINKING).tokenize(chat)
-    assert (bytes(tokens).decode(), inside) == (f"?|{end}", thinking)
+    prompt, inside = builder(THINKING).tokenize(chat)
+    assert (bytes(prompt.items).decode(), inside) == (f"?|{end}", thinking)
 
 
 WITH_REASONING = (
@@ -100,5 +100,16 @@ WITH_REASONING = (
 )
 def test_reasoning_between_other_markers(fields: Any, opened: bool, end: str, thinking: bool) -> None:
     chat = Chat(({"role": "user", "content": "?"},), **fields)
-    tokens, inside = builder(WITH_REASONING).tokenize(chat, opened=opened)
-    assert (bytes(tokens).decode(), inside) == (f"<user>?<assistant>{end}", thinking)
+    prompt, inside = builder(WITH_REASONING).tokenize(chat, opened=opened)
+    assert (bytes(prompt.items).decode(), inside) == (f"<user>?<assistant>{end}", thinking)
+
+
+def test_items_of_pictures_replace_their_markers() -> None:
+    picture = Prompt((7, -1, -2, 8), (Span(1, 3, 2, "digest"),))
+    messages = ({"role": "user", "content": "a[1]b[2]"}, {"role": "user", "content": "[1]"})
+    chat = Chat(messages, media={"[1]": picture, "[2]": Prompt((9,))})
+    prompt, _ = builder("{% for m in messages %}{{ m.content }}{% endfor %}|").tokenize(chat)
+    assert prompt.items == (*b"a", 7, -1, -2, 8, *b"b", 9, 7, -1, -2, 8, *b"|")
+    assert [(span.begin, span.end) for span in prompt.spans] == [(2, 4), (8, 10)]
+    with pytest.raises(InvalidRequest, match="leaves out a picture"):
+        builder("{{ messages[1].content }}").tokenize(chat)

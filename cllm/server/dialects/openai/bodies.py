@@ -21,6 +21,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 REASONING = "The user wants to know what AI is."
 PREDICTION = "def add(a, b):"
 PART = {"type": "text", "text": QUESTION}
+PICTURE = {"url": "data:image/png;base64,iVBORw0KGgo="}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -101,10 +102,7 @@ def check_given(body: Body, *names: str) -> None:
         raise ValueError(f"{missing[0]!r} is missing")
 
 
-def refuse_multimodal(data: object) -> None:
-    """Raise ValueError for images and sounds beside a prompt, as llama-server takes them."""
-    if data:
-        raise ValueError("multimodal_data is not supported: this model accepts text only")
+NO_MEDIA = "multimodal_data is not supported: this model accepts text only"
 
 
 class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
@@ -185,9 +183,13 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, Body, kw_only=True):
-    """A part of a message. In the history, what is no text is replaced by a note."""
+    """A part of a message. In the history, a note replaces what the model does not take."""
 
-    type: Annotated[Name, about("`text`, `refusal`, `thinking` …; others only in the history", "text")]
+    type: Annotated[Name, about("`text`, `image_url`, `input_image`, `refusal`, `thinking` …", "text")]
+    image_url: Annotated[
+        JsonValue,
+        about('A picture as a data URL, also as `{"url": …}`; addresses are refused', PICTURE),
+    ] = None
     text: Annotated[str | None, about("The text of this part", QUESTION)] = None
     refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
     thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
@@ -456,14 +458,16 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         )
         return next((wanted for wanted in given if wanted is not None), None)
 
-    def conversation(self) -> chats.Conversation:
-        """The conversation in the terms of `cllm.chat`."""
+    def conversation(self, *, sees: bool = False) -> chats.Conversation:
+        """The conversation in the terms of `cllm.chat`, for a model that takes pictures if it `sees`."""
+        builder = chats.MessageBuilder("messages", sees=sees)
         options = dict(self.chat_template_kwargs or {})
         if self.thinks is not None:
             options.setdefault("enable_thinking", self.thinks)
         content = self.prediction.content if self.prediction is not None else ""
         return chats.Conversation(
-            messages=chats.normalize_messages(drop_nulls(msgspec.to_builtins(self.messages))),
+            messages=chats.normalize_messages(drop_nulls(msgspec.to_builtins(self.messages)), builder),
+            pictures=builder.pictures,
             reasoning=self.reasoning_format != "none",
             continued=self.continue_final_message is not False,
             options=chats.make_template_options(options, self.effort),

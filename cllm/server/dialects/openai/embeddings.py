@@ -24,7 +24,7 @@ from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.dialects.openai.bodies import JsonValue, TextPart, refuse_multimodal
+from cllm.server.dialects.openai.bodies import NO_MEDIA, JsonValue, TextPart
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import Pooling, Request
@@ -58,7 +58,8 @@ class InputObject(msgspec.Struct, Body, kw_only=True):
     multimodal_data: Annotated[list[Any] | None, about("Refused: the model accepts text only", None)] = None
 
     def __post_init__(self) -> None:
-        refuse_multimodal(self.multimodal_data)
+        if self.multimodal_data:
+            raise ValueError(NO_MEDIA)
 
     @property
     def text(self) -> str:

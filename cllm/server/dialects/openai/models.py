@@ -33,7 +33,7 @@ class ModelMeta(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model. `capabilities`: completion, chat, tools, reasoning, embeddings, rerank."""
+    """A model. `capabilities`: completion, chat, tools, reasoning, vision, embeddings, rerank."""
 
     id: str
     object: Literal["model"] = "model"
@@ -147,6 +147,8 @@ def _list_capabilities(info: ModelInfo) -> Iterator[str]:
             yield from ("chat", "tools")
             if any(marker in template for marker in REASONING_MARKERS):
                 yield "reasoning"
+        if info.sees:
+            yield "vision"
     yield "rerank" if info.pooling is Pooling.RANK else "embeddings"
 
 

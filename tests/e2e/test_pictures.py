@@ -1,0 +1,269 @@
+"""Pictures in chats, over HTTP, on a tiny model with an mmproj."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+
+from cllm.backend.llama.library import load
+from cllm.backend.llama.media import Part, PromptText
+from cllm.errors import LibraryError
+from cllm.llm import LLM
+from cllm.workers.media import decode_picture
+from tests.driver.engine import StepDriver
+from tests.driver.media import make_file, make_text, make_url, open_encoder, open_media_runner
+from tests.driver.runner import GREEDY
+from tests.driver.same_text import EXACT
+from tests.driver.server import Server, StartServer, stream_text
+from tests.tiny_media import MAKERS, MediaModel, make_causal
+from tests.unit.workers.test_media import HOSTILE
+
+CHAT = "/v1/chat/completions"
+ROWS = 16  # of a picture
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
+    try:
+        load().load_media()
+    except LibraryError as error:
+        pytest.skip(str(error))
+    made = make_causal(tmp_path_factory.mktemp("pictures"))
+    return made._replace(mmproj=made.mmproj.rename(made.mmproj.with_name("mmproj-tiny.gguf")))
+
+
+@pytest.fixture(scope="module")
+def seeing(files: MediaModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that finds the mmproj beside its model."""
+    log = tmp_path_factory.mktemp("seeing") / "log"
+    with Server(log, str(files.model), "--parallel", "4", "--ctx-size", "4096", *EXACT) as server:
+        yield server
+
+
+def show(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": make_url(data)}}
+
+
+def ask(text: str, *files: bytes) -> dict[str, Any]:
+    return {"role": "user", "content": [*map(show, files), {"type": "text", "text": text}]}
+
+
+def body(*messages: dict[str, Any], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
+
+
+def answer(server: Server, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    found = server.post(CHAT, body(*messages, **fields))
+    assert found.status_code == 200, found.text
+    return dict(found.json())
+
+
+def text_of(found: dict[str, Any]) -> str:
+    return str(found["choices"][0]["message"]["content"])
+
+
+def count(server: Server, source: str) -> float:
+    return server.metrics().get(f"cllm_pictures_total{{source={source}}}", 0.0)
+
+
+def compute_alone(server: Server, files: MediaModel, question: Any, file: bytes) -> tuple[str, int]:
+    """The text that the bare engine answers to llama.cpp's own prompt, and the length of that."""
+    template = server.post("/apply-template", {"messages": [question]}).json()["prompt"]
+    before, _, after = template.partition("[picture-")
+    parts: list[Part] = [
+        PromptText(before, parse_special=True),
+        decode_picture(file),
+        PromptText(after.partition("]")[2], parse_special=True),
+    ]
+    with open_encoder(files) as encoder, encoder.tokenize(parts) as tokenized:
+        prompt, rows = tokenized.prompt, encoder.encode([tokenized])
+    driver = StepDriver(open_media_runner(files))
+    name = driver.add_media(prompt, rows, 12, sampling=GREEDY)
+    text = driver.finish()[name].text
+    driver.runner.close()
+    return text, len(prompt)
+
+
+def test_openai_sdk_answers_as_the_engine_alone(seeing: Server, files: MediaModel) -> None:
+    question: Any = ask("What is this?", make_file(1))
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="x") as client:
+        answers = [
+            client.chat.completions.create(model="m", messages=[question], max_tokens=12, temperature=0)
+            for _ in range(2)
+        ]
+    texts = [each.choices[0].message.content for each in answers]
+    expected, length = compute_alone(seeing, files, question, make_file(1))
+    assert texts == [expected, expected]
+    assert answers[0].usage is not None and answers[0].usage.prompt_tokens == length
+    other = text_of(answer(seeing, ask("What is this?", make_file(2))))
+    assert other != expected, "pictures are seen"
+
+
+def test_a_picture_is_encoded_once_and_turns_compute_what_is_new(seeing: Server) -> None:
+    encoded, cached = count(seeing, "encoded"), count(seeing, "cache")
+    question = ask("Look at it.", make_file(10))
+    first = answer(seeing, question)
+    said = {"role": "assistant", "content": text_of(first)}
+    second = answer(seeing, question, said, {"role": "user", "content": "And?"})
+    assert count(seeing, "encoded") == encoded + 1 and count(seeing, "cache") == cached + 1
+    reused = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert reused >= first["usage"]["prompt_tokens"]
+    with ThreadPoolExecutor(4) as pool:
+        texts = set(pool.map(lambda _: text_of(answer(seeing, question)), range(4)))
+    assert texts == {text_of(first)} and count(seeing, "encoded") == encoded + 1
+
+
+def test_every_api_takes_a_picture(seeing: Server) -> None:
+    data = make_file(3)
+    encoded = make_text(data)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": encoded}
+    lengths = {answer(seeing, ask("What?", data))["usage"]["prompt_tokens"]}
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="x") as client:
+        parts: Any = [
+            {"type": "input_image", "image_url": make_url(data), "detail": "auto"},
+            {"type": "input_text", "text": "What?"},
+        ]
+        given: Any = [{"role": "user", "content": parts}]
+        made = client.responses.create(model="m", input=given, max_output_tokens=4, temperature=0)
+        assert made.usage is not None
+        lengths.add(made.usage.input_tokens)
+    with anthropic.Anthropic(base_url=seeing.url, api_key="x") as claude:
+        image: Any = {"type": "image", "source": source}
+        messages: Any = [{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}]
+        usage = claude.messages.create(model="m", max_tokens=4, messages=messages).usage
+        lengths.add(usage.input_tokens + (usage.cache_read_input_tokens or 0))
+        lengths.add(claude.messages.count_tokens(model="m", messages=messages).input_tokens)
+        call: Any = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": [image]}
+        talk: Any = [
+            {"role": "user", "content": "Look"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        result["content"] = "x"
+        plain = claude.messages.count_tokens(model="m", messages=talk).input_tokens
+        result["content"] = [image]
+        seen = claude.messages.count_tokens(model="m", messages=talk).input_tokens
+        assert seen == plain - 1 + ROWS, "a picture in the result of a tool"
+    assert len(lengths) == 1
+    asked: Any = [{"role": "user", "content": "What?", "images": [encoded]}]
+    with ollama.Client(seeing.url, trust_env=False) as llama:
+        for found in (
+            llama.chat("m", asked, options={"num_predict": 4}),
+            llama.generate("m", "What?", images=[encoded], options={"num_predict": 4}),
+        ):
+            assert found.prompt_eval_count in lengths
+
+
+def test_a_raw_prompt_takes_pictures(seeing: Server) -> None:
+    marker = seeing.get("/props")["media_marker"]
+    question = ask("What is this?", make_file(1))
+    template = seeing.post("/apply-template", {"messages": [question]}).json()["prompt"]
+    before, _, after = template.partition("[picture-")
+    text = before + marker + after.partition("]")[2]
+    prompt = {"prompt_string": text, "multimodal_data": [make_text(make_file(1))]}
+    found = seeing.post("/completion", {"prompt": prompt, "n_predict": 12, "temperature": 0})
+    assert found.status_code == 200, found.text
+    assert found.json()["content"] == text_of(answer(seeing, question))
+    none = {"prompt": {**prompt, "prompt_string": "?"}}
+    assert "for 1 pictures; write one for each" in seeing.post("/completion", none).json()["error"]["message"]
+
+
+def test_modalities_and_capabilities_are_shown(seeing: Server, tiny: Server) -> None:
+    assert seeing.get("/props")["modalities"]["vision"] and not tiny.get("/props")["modalities"]["vision"]
+    assert "vision" in seeing.get("/v1/models")["data"][0]["capabilities"]
+    assert "vision" not in tiny.get("/v1/models")["data"][0]["capabilities"]
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "empty", "remote", "no base64", "too many", "not encoded"])
+def test_a_bad_picture_is_a_400_that_says_why(seeing: Server, name: str) -> None:
+    data, reason = HOSTILE.get(name, (b"x", ""))
+    message = ask("What?", data)
+    if name == "empty":
+        message, reason = ask("What?", b""), "has no picture"
+    elif name == "remote":
+        message["content"][0]["image_url"]["url"] = "http://localhost/cat.png"
+        reason = "fetches nothing: send the picture itself"
+    elif name == "no base64":
+        message["content"][0]["image_url"]["url"] = "data:image/png;base64,%%%"
+        reason = "picture 1 is not valid base64"
+    elif name == "not encoded":
+        message["content"][0]["image_url"]["url"] = "data:image/png,abc"
+        reason = "must end its head with ;base64"
+    elif name == "too many":
+        message, reason = ask("What?", *[make_file()] * 33), "33 pictures, the limit is 32"
+    found = seeing.post(CHAT, body(message))
+    assert found.status_code == 400 and reason in found.json()["error"]["message"], found.text
+
+
+def test_a_model_without_mmproj_refuses_pictures(tiny: Server) -> None:
+    found = tiny.post(CHAT, body(ask("What?", make_file())))
+    assert found.status_code == 400 and "accepts text only" in found.json()["error"]["message"]
+
+
+def test_a_killed_media_worker_disturbs_no_stream(seeing: Server) -> None:
+    expected = seeing.generate("a stream beside it", 300)["text"]
+    question = ask("And this?", make_file(20))
+    before = text_of(answer(seeing, question))
+    with seeing.open_stream("a stream beside it", 300) as events, ThreadPoolExecutor(1) as pool:
+        said = [next(events)]
+        os.kill(seeing.child("media"), signal.SIGSTOP)
+        asked = pool.submit(answer, seeing, question)
+        said.append(next(events))
+        seeing.kill_worker("media")
+        said += events
+        assert text_of(asked.result()) == before
+    assert stream_text(said) == expected
+    seeing.kill_worker("engine")
+    assert text_of(answer(seeing, question)) == before
+
+
+def test_an_answer_to_a_picture_outlives_its_engine(seeing: Server) -> None:
+    question = ask("Go on and on.", make_file(21))
+    alone = text_of(answer(seeing, question, max_tokens=400))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answer, seeing, question, max_tokens=400)
+        while not asked.done() and not seeing.get("/debug/kv")["leases"]:
+            pass
+        seeing.kill_worker("engine")
+        assert text_of(asked.result()) == alone
+
+
+def test_no_mmproj_leaves_pictures_out(files: MediaModel, tmp_path: Path) -> None:
+    with Server(tmp_path / "log", str(files.model), "--no-mmproj", "--parallel", "1") as server:
+        assert not server.get("/props")["modalities"]["vision"]
+
+
+def test_the_python_api_takes_bytes(seeing: Server, files: MediaModel) -> None:
+    part = {"type": "image_url", "image_url": make_file(1)}
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}
+    exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    with LLM(files.model, parallel=1, ctx_size=1024, threads=1, cache_disk_mb=0, **exact) as llm:
+        reply = llm.chat([asked], max_tokens=12, temperature=0)
+    assert reply.text == text_of(answer(seeing, ask("What is this?", make_file(1))))
+
+
+@pytest.mark.parametrize("kind", ["non-causal", "grid"])
+def test_other_families_answer_as_the_engine_alone(kind: str, start: StartServer, tmp_path: Path) -> None:
+    files = MAKERS[kind](tmp_path)
+    server = start(
+        str(files.model), "--mmproj", str(files.mmproj), "--parallel", "2", "--ctx-size", "1024", *EXACT
+    )
+    question = ask("What is this?", make_file(1))
+    expected, length = compute_alone(server, files, question, make_file(1))
+    for _ in range(2):
+        found = answer(server, question)
+        assert (text_of(found), found["usage"]["prompt_tokens"]) == (expected, length)
+    said = {"role": "assistant", "content": expected}
+    again = answer(server, question, said, ask("And this?", make_file(2)))
+    server.kill_worker("engine")
+    assert text_of(answer(server, question, said, ask("And this?", make_file(2)))) == text_of(again)
