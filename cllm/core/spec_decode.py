@@ -74,8 +74,8 @@ class SpecDecodePolicy:
     """
 
     NGRAM_ACCEPTANCE = 0.4  # to start with: two tokens that came true, and drafts pay for a lone sequence
-    EXPLORE_SHARE = 1 / 64  # of the time: for measuring again what drafts cost, and for asking a draft model
-    LOOK_SHARE = 0.01  # of the time: for looking for drafts that do not pay
+    EXPLORE_SHARE = 1 / 128  # of the time: for measuring again what drafts cost, and for asking a draft model
+    LOOK_SHARE = 0.005  # of the time: for looking for drafts that do not pay
 
     def __init__(
         self,

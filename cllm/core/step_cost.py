@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 from statistics import median
@@ -150,7 +151,7 @@ class StepCostModel:
         self.records = records  # as a GPU does: a step that differs makes those after it slower
         self._batch1 = batch1 or DraftCost()
         self.frozen = frozen
-        self.steps = 0  # so far
+        self.steps, self.computed_s = 0, 0.0  # so far
         self._samples: dict[tuple[int, ...], deque[_Sample]] = {}
         self._number = 0
         self._fitted = 0  # the number of the last step that is in the estimate
@@ -172,8 +173,9 @@ class StepCostModel:
 
     def observe(self, batch: Batch, result: StepResult) -> None:
         """Learn from a finished step."""
-        self.steps += 1
         seconds = result.compute_s + result.sample_s
+        self.steps += 1
+        self.computed_s += seconds
         if seconds > 0 and not self.frozen:
             shape = StepShape.of(batch, result.ubatches, split=self.split)
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
@@ -277,12 +279,21 @@ class StepCostModel:
         return step.seconds(shape) * (self._correction(kind) if corrected else 1.0)
 
     def _correction(self, kind: tuple[int, int]) -> float:
-        """Median of observed over estimated seconds; a single observation does not decide."""
+        """Median of observed over estimated seconds.
+
+        The first estimate counts for two observations, so that a single one does not decide. It is 1 for
+        plain steps, and for drafts what is known of those that are most like them.
+        """
         if kind not in self._corrections:
-            step, seen = self._cost, self._decoded.get(kind, ())
-            ratios = [seconds / max(TINY, step.seconds(shape)) for shape, seconds in seen] if step else []
-            self._corrections[kind] = median([*ratios, 1.0, 1.0][:REMEMBERED])
+            drafted = [each for each in self._decoded if each[1] and each != kind] if kind[1] else []
+            nearest = min(drafted, key=lambda each: math.dist(each, kind), default=None)
+            first = median(self._ratios(nearest)) if nearest is not None else 1.0
+            self._corrections[kind] = median([*self._ratios(kind), first, first])
         return self._corrections[kind]
+
+    def _ratios(self, kind: tuple[int, int]) -> list[float]:
+        step, seen = self._cost, self._decoded.get(kind, ())
+        return [seconds / max(TINY, step.seconds(shape)) for shape, seconds in seen] if step else []
 
     def _observe_decode(self, batch: Batch, shape: StepShape, seconds: float) -> None:
         """Learn from a step without a prompt.
@@ -303,7 +314,7 @@ class StepCostModel:
             self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append(decoded)
             if drafted and self.records:
                 self._drafted, self._slowed = (kind, decoded), RECORDED_AFTER
-        self._corrections.pop(changed, None)
+        self._corrections.clear() if changed[1] else self._corrections.pop(changed, None)
 
     # Transfers -------------------------------------------------------------------------------------
 

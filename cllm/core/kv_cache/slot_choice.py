@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Steps
@@ -13,7 +14,7 @@ from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, RunningMedian
+from cllm.core.step_cost import TILE, TINY, RunningMedian
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class SlotChoice:
         self._cost = transfer.cost
         self._layout = layout
         self.answer_tokens = RunningMedian(TILE)  # of a request
-        self._free_since: dict[int, int] = {}  # by slot, the number of the step
+        self._free_since = dict.fromkeys(self._pool.free, (0, -math.inf))  # steps, and seconds of idleness
 
     def choose(
         self,
@@ -78,7 +79,8 @@ class SlotChoice:
         be cleared.
         """
         self._note_free()
-        gaps, others = self._gaps(self._steps_left(sequence)), others or bool(running)
+        gaps = self._gaps(self._steps_left(sequence), len(running) + 1)
+        others = others or bool(running)
         ids = sorted(running)
 
         def price(slot: int) -> tuple[float, bool, int, int, int]:
@@ -151,7 +153,7 @@ class SlotChoice:
             return
         for edge, hole in ((highest, min(free)), (lowest, max(free))):
             sequence, held = running[edge], self._device.by_slot.get(hole)
-            gaps = self._gaps(self._steps_left(sequence))
+            gaps = self._gaps(self._steps_left(sequence), len(running))
             cost_s = self._transfer.relocate_s(sequence.num_computed)
             cost_s += self._transfer.loss_s(held) if held is not None else 0.0
             if gaps.total_s(running) - gaps.total_s({*running, hole} - {edge}) <= cost_s:
@@ -167,16 +169,25 @@ class SlotChoice:
                 self._pool.clear(hole)
             return
 
-    def _note_free(self) -> None:
-        free, now = self._pool.free, self._cost.steps
-        self._free_since = {slot: self._free_since.get(slot, now) for slot in free}
+    def _now(self) -> tuple[int, float]:
+        return self._cost.steps, time.monotonic() - self._cost.computed_s
 
-    def _gaps(self, steps: float) -> Gaps:
-        """The price of gaps for a sequence that runs for so many steps."""
+    def _note_free(self) -> None:
+        now = self._now()
+        self._free_since = {slot: self._free_since.get(slot, now) for slot in self._pool.free}
+
+    def _gaps(self, steps: float, rows: int) -> Gaps:
+        """The price of gaps for a sequence that runs for so many steps, of so many rows.
+
+        A slot was free for the steps that were made, and for those that would have been, were there work.
+        """
         if not self._layout.splits or (step := self._cost.step) is None:
             return Gaps()
-        now, since = self._cost.steps, self._free_since
-        free = (min(steps, now - since[slot]) if slot in since else steps for slot in range(self._pool.size))
+        step_s = max(TINY, step.ubatch + rows * step.row)
+        made, idle_s = self._now()
+        free = [steps] * self._pool.size  # where others run, it is not
+        for slot, (then, idle_then_s) in self._free_since.items():
+            free[slot] = min(steps, made - then + max(0.0, idle_s - idle_then_s) / step_s)
         row_s = math.inf if self._runner.info.recurrent else step.row  # states must not be moved about
         return Gaps(step.ubatch, row_s, [0.0, *accumulate(free)])
 
