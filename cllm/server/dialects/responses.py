@@ -20,18 +20,11 @@ from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import ChatSession, count_tokens, open_chat
 from cllm.errors import CllmError, InvalidRequest, NotFound, ShuttingDown
 from cllm.frontend.async_calls import loaded
+from cllm.limits import MAX_MESSAGES, check
 from cllm.server.answer_log import AnswerLog
 from cllm.server.background import ATTEMPT_EVENTS, BackgroundRequest, end_response
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.dialect import JSON, encode_named
-from cllm.server.dialects.conversations import (
-    ConversationBody,
-    add_conversation,
-    append_items,
-    decode_items,
-    load_items,
-    make_items,
-)
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
@@ -78,6 +71,7 @@ LINGER_S = 600.0  # for the events of a background response that has ended
 CANCEL_S = 10.0  # for a step to end
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
+decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
 
 
 class ResponsesDialect(OpenAIDialect):
@@ -172,14 +166,26 @@ EXAMPLE_EVENTS = encode_events(
 
 
 async def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
-    """The items before a request's own; raises NotFound."""
+    """The items before a request's own; raises NotFound, InvalidRequest for too many."""
+    store, tenant = get_jobs(http)
     if isinstance(body.conversation, ConversationName) and body.conversation.id is not None:
-        return await load_items(http, body.conversation.id)
+        kept = await store.run(JobDatabase.get, "conversation", tenant, body.conversation.id)
+        items = decode_items(kept.more)
+        check(len(items), MAX_MESSAGES, "items", "conversation", "start another one")
+        return items
     if body.previous_response_id is None:
         return []
-    store, tenant = get_jobs(http)
     chain = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
     return [item for stored in chain for item in decode_items(stored.more)]
+
+
+async def begin_conversation(http: HttpRequest) -> str:
+    """Store a new conversation; returns its id. Raises StorageFailed, NotFound where nothing is stored."""
+    (store, tenant), now = get_jobs(http), time.time()
+    expires = now + http.app.state.response_ttl
+    new = StoredObject(f"conv_{uuid.uuid4().hex}", tenant, now, expires, more=b"[]")
+    await store.run(JobDatabase.add, "conversation", new)
+    return new.id
 
 
 def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
@@ -361,14 +367,19 @@ def make_keeper(
     def keep(response: ResponseObject, failure: Failure | None) -> None:
         new = make_stored(body, response, tenant, ttl)
 
+        def extend(old: StoredObject) -> StoredObject:
+            joint = b"," if len(old.more) > 2 else b""
+            return msgspec.structs.replace(
+                old, expires=new.expires, more=old.more[:-1] + joint + new.more[1:]
+            )
+
         def end(old: StoredObject) -> StoredObject:
             same = {"created": old.created, "previous": old.previous}
             return msgspec.structs.replace(new, **same) if old.active else old
 
         well = response.status in ("completed", "incomplete")
         if conversation is not None and well:
-            items = _encode(make_items([*body.items, *response.output]))
-            store.submit(append_items, tenant, conversation, items, ttl)
+            store.submit(JobDatabase.change, "conversation", tenant, conversation, extend)
         if not body.background:
             if body.store and store.enabled and well:
                 store.submit(JobDatabase.put_response, new)
@@ -403,8 +414,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
         logprobs=body.top,
     )
     if isinstance(body.conversation, ConversationName) and asked.conversation is None:
-        new = ConversationBody()
-        asked.conversation = body.conversation.id or (await add_conversation(http, new)).id
+        asked.conversation = body.conversation.id or await begin_conversation(http)
     conversation = await run_in_turn(http, partial(body.to_conversation, history, sees=engine.sees))
     session = await open_chat(engine, conversation, request)
     echoed = echo(body, body.model or loaded(engine)[0].name)
