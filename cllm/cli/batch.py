@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -68,14 +67,9 @@ def _read_input(path: Path) -> list[tuple[BatchLine, str]]:
             lines, errors = read_lines(path, found, MAX_LINE)
             if errors:
                 raise ConfigError(f"{path}, line {errors[0].line}: {errors[0].message}")
-            return [(line, _read_line(file, line).custom_id) for line in lines]
+            return [(line, read_request(file, line).custom_id) for line in lines]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_line(file: BinaryIO, line: BatchLine) -> Any:
-    file.seek(line.begin)
-    return read_request(file.read(line.size))
 
 
 def read_output(path: Path) -> set[str]:
@@ -147,13 +141,12 @@ async def _run(
                 nonlocal failed
                 with path.open("rb") as file:
                     for line, _ in waiting:
-                        request = _read_line(file, line)
+                        request = read_request(file, line)
                         answer = await _ask(
                             client, request.url, json.loads(bytes(request.body)), config.model
                         )
-                        name = f"batch_req_{secrets.token_hex(12)}"
-                        status = answer.status_code
-                        output.write(make_answer(request.custom_id, status, name, answer.content) + b"\n")
+                        made = make_answer(request.custom_id, answer.status_code, answer.content)
+                        output.write(made + b"\n")
                         output.flush()
                         failed += not answer.is_success
                         shown.advance(task)

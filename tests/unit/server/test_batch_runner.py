@@ -83,9 +83,8 @@ async def add_batch(
     await store.run(JobDatabase.add, "batch", stored, 0, lines)
 
 
-def make_runner(store: JobStore, beside: int = 0, keys: str = "") -> CountedRunner:
-    config = ServerConfig(batch_beside=beside)
-    return CountedRunner(None, {}, store, None, KeyRing("", keys), config)  # type: ignore[arg-type]
+def make_runner(store: JobStore, keys: str = "") -> CountedRunner:
+    return CountedRunner(None, {}, store, None, KeyRing("", keys), ServerConfig())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -146,19 +145,18 @@ def test_a_cancelled_batch_starts_no_lines(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("beside", [0, 1])
-def test_lines_leave_the_slots_to_live_requests(beside: int, tmp_path: Path) -> None:
+def test_lines_leave_the_slots_to_live_requests(tmp_path: Path) -> None:
     async def check() -> None:
         store = JobStore(tmp_path, 1 << 20)
         await add_batch(store, "b", 20)
-        runner = make_runner(store, beside)
+        runner = make_runner(store)
         assert await runner.look() == SLOTS + SURPLUS
         runner.live = 1
         assert await runner.look() == SLOTS - 1  # one is given back, with those beyond the slots
         runner.live = SLOTS + 2
         assert await runner.look() == 0
         runner.live = 1
-        assert await runner.look() == beside
+        assert await runner.look() == 0
         runner._started_at -= 3600
         assert await runner.look() == 1  # none starves
         runner.live = 0
