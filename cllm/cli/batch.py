@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 from cllm.cli.chat import MODEL, THREADS
-from cllm.cli.client import READ_S, ServerClient, Url, get_key
+from cllm.cli.client import READ_S, ServerClient, Url
 from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import ConfigError, ServerUnreachable
 from cllm.logs import configure_logging
@@ -98,11 +98,10 @@ async def _open_client(
     url: str, config: EngineConfig, parallel: int, *, local: bool
 ) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """A client of the server that runs, else of an application in this process; and requests at a time."""
-    key, options = get_key(), {"timeout": httpx.Timeout(READ_S), "trust_env": False}
+    options: dict[str, Any] = {"timeout": httpx.Timeout(READ_S), "trust_env": False}
     with ServerClient(url) as server:
         if not local and (url or await asyncio.to_thread(server.is_running)):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            async with httpx.AsyncClient(base_url=server.url, headers=headers, **options) as client:  # type: ignore[arg-type]
+            async with httpx.AsyncClient(base_url=server.url, headers=server.headers, **options) as client:
                 answer = await client.get("/props")
                 slots = answer.json().get("total_slots", AT_ONCE) if answer.is_success else AT_ONCE
                 yield client, parallel or slots
@@ -114,7 +113,7 @@ async def _open_client(
         transport = httpx.ASGITransport(
             create_app(llm._engine, ServerConfig(job_store_mb=0, max_timeout_s=0))
         )
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:
             yield client, parallel or llm.limits.max_running + 2
 
 
@@ -142,9 +141,8 @@ async def _run(
                 with path.open("rb") as file:
                     for line, _ in waiting:
                         request = read_request(file, line)
-                        answer = await _ask(
-                            client, request.url, json.loads(bytes(request.body)), config.model
-                        )
+                        body = json.loads(bytes(request.body))
+                        answer = await _ask(client, request.url, body, config.model)
                         made = make_answer(request.custom_id, answer.status_code, answer.content)
                         output.write(made + b"\n")
                         output.flush()

@@ -270,7 +270,7 @@ def test_threads_share_one_event_loop_from_its_first_use(monkeypatch: pytest.Mon
             both.wait(0.1)  # without a lock, the other thread comes here, too
         return make()
 
-    async_calls._make_loop.cache_clear()
+    async_calls._LOOPS.clear()
     monkeypatch.setattr(asyncio, "new_event_loop", make_slowly)
     models = [make_llm(LLM, make_fake) for _ in range(2)]
     for opening in [run(llm.open) for llm in models]:

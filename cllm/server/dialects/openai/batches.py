@@ -7,8 +7,6 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import msgspec
@@ -139,26 +137,20 @@ def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def count_upload(uploads: Counter[str], tenant: str) -> Iterator[None]:
-    """Count an upload while its body is received. Raises RateLimited if a tenant has too many."""
-    if uploads[tenant] >= MAX_UPLOADS:
-        raise RateLimited(f"{MAX_UPLOADS} uploads at the same time", 1.0)
-    uploads[tenant] += 1
-    try:
-        yield
-    finally:
-        uploads[tenant] -= 1
-
-
 @openai.post("/v1/files", FILE, form=FORM, errors={507: FULL})
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)
     length = http.headers.get("content-length", "0")
     await store.run(JobDatabase.check, int(length) if re.fullmatch(NUMBER, length) else 0, tenant)
-    with count_upload(http.app.state.uploads, tenant):
+    uploads: Counter[str] = http.app.state.uploads  # whose bodies are being received
+    if uploads[tenant] >= MAX_UPLOADS:
+        raise RateLimited(f"{MAX_UPLOADS} uploads at the same time", 1.0)
+    uploads[tenant] += 1
+    try:
         return await _receive_file(http, store, tenant)
+    finally:
+        uploads[tenant] -= 1
 
 
 async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> FileObject:
