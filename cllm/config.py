@@ -274,9 +274,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     job_store_mb: Annotated[
         int, _option("Disk for files, batches and responses, MiB, in equal parts for keys. 0: none.", 0)
     ] = 1024
-    batch_beside: Annotated[
-        int, _rare("Lines of batches that start beside live requests, which they slow down.", 0)
-    ] = 0
     response_ttl: Annotated[
         float, _rare("Stored responses and batch outputs are kept for this long, seconds.", 1)
     ] = 30 * 86400.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import logging
 import signal
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from cllm.backend.base import ModelRunner
 from tests.driver.browser import NO_BROWSER
 from tests.driver.kinds import Kind, Opened, open_runner
 from tests.driver.same_text import Reference, Tally
-from tests.driver.server import StartServer, start_servers
+from tests.driver.server import PATIENCE_S, StartServer, start_servers
 from tests.profiles import load_profile
 from tests.tiny_architectures import make_all
 
@@ -26,6 +28,21 @@ _LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no brows
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own, within a limit."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(run())
+    return True
 
 
 @pytest.hookimpl(trylast=True)

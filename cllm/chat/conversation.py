@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from cllm.limits import MAX_PICTURES, check
 from cllm.text.chat_format import Tool
 from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
+from cllm.types import Prompt
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
 MAX_SCHEME = 16  # characters of an address before its host
@@ -63,7 +64,7 @@ class Conversation(Chat, frozen=True, kw_only=True):
     prediction: str = ""  # what most of the reply will repeat
     pictures: dict[str, str] = msgspec.field(default_factory=dict)  # see `Pictures`
 
-    def for_template(self) -> Chat:
+    def for_template(self, media: Mapping[str, Prompt] = {}) -> Chat:
         """The conversation as the tokenizer takes it. A reply continues an assistant's message at its end."""
         last = self.messages[-1]
         goes_on = self.continued and last["role"] == "assistant" and not last.get("tool_calls")
@@ -74,7 +75,7 @@ class Conversation(Chat, frozen=True, kw_only=True):
         fields["messages"] = self.messages[:-1] if continued else self.messages
         fields["think"] = self.think and False not in switches
         fields["reasoning_budget"] = self.reasoning_budget if self.think else None
-        return Chat(**fields)
+        return Chat(**fields | {"media": dict(media)})
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,13 +60,14 @@ async def open_chat(
     engine.check_capacity(request.tenant)
     limit = loaded(engine)[1].request_tokens
     texts = (conversation.prediction,) if conversation.prediction else ()
-    chat, media = await _encode_media(engine, conversation, request.tenant)
+    media, rows = await encode_pictures(engine, conversation.pictures, request.tenant)
+    chat = conversation.for_template(media)
     prepared = await run_tokenizer(engine, Prepare((chat,), limit, request.constraint, texts), Prepared)
     (prompt,) = prepared.prompts
     assert prompt.chat_format is not None
     request = msgspec.structs.replace(
         request,
-        media=media,
+        media=rows,
         constraint=prompt.constraint,
         reasoning=prompt.reasoning,
         markers=prompt.chat_format.markers,
@@ -87,16 +88,8 @@ async def open_chat(
     return ChatSession(engine, chat, len(prompt.prompt), streams, replies)
 
 
-async def _encode_media(
-    engine: EngineClient, conversation: Conversation, tenant: str = "", *, rows: bool = True
-) -> tuple[Chat, dict[str, bytes]]:
-    """The conversation for the tokenizer, and the rows of its pictures. Raises InvalidRequest."""
-    media, found = await encode_pictures(engine, conversation.pictures, tenant, rows=rows)
-    return msgspec.structs.replace(conversation.for_template(), media=media), found
-
-
 async def encode_pictures(
-    engine: EngineClient, pictures: Mapping[str, str], tenant: str, *, rows: bool = True
+    engine: EngineClient, pictures: Mapping[str, str], tenant: str = "", *, rows: bool = True
 ) -> tuple[dict[str, Prompt], dict[str, bytes]]:
     """Pictures in base64, by their markers, as parts of a prompt; and their rows. Raises InvalidRequest."""
     if not pictures:
@@ -113,6 +106,6 @@ async def count_tokens(
     engine: EngineClient, conversation: Conversation, constraint: ConstraintSpec | None = None
 ) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
-    chat, _ = await _encode_media(engine, conversation, rows=False)
-    task = Prepare((chat,), 0, constraint)
+    media, _ = await encode_pictures(engine, conversation.pictures, rows=False)
+    task = Prepare((conversation.for_template(media),), 0, constraint)
     return len((await run_tokenizer(engine, task, Prepared)).prompts[0].prompt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 from cllm.cli.chat import MODEL, THREADS
-from cllm.cli.client import READ_S, ServerClient, Url, get_key
+from cllm.cli.client import READ_S, ServerClient, Url
 from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import ConfigError, ServerUnreachable
 from cllm.logs import configure_logging
@@ -68,14 +67,9 @@ def _read_input(path: Path) -> list[tuple[BatchLine, str]]:
             lines, errors = read_lines(path, found, MAX_LINE)
             if errors:
                 raise ConfigError(f"{path}, line {errors[0].line}: {errors[0].message}")
-            return [(line, _read_line(file, line).custom_id) for line in lines]
+            return [(line, read_request(file, line).custom_id) for line in lines]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_line(file: BinaryIO, line: BatchLine) -> Any:
-    file.seek(line.begin)
-    return read_request(file.read(line.size))
 
 
 def read_output(path: Path) -> set[str]:
@@ -104,11 +98,10 @@ async def _open_client(
     url: str, config: EngineConfig, parallel: int, *, local: bool
 ) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """A client of the server that runs, else of an application in this process; and requests at a time."""
-    key, options = get_key(), {"timeout": httpx.Timeout(READ_S), "trust_env": False}
+    options: dict[str, Any] = {"timeout": httpx.Timeout(READ_S), "trust_env": False}
     with ServerClient(url) as server:
         if not local and (url or await asyncio.to_thread(server.is_running)):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            async with httpx.AsyncClient(base_url=server.url, headers=headers, **options) as client:  # type: ignore[arg-type]
+            async with httpx.AsyncClient(base_url=server.url, headers=server.headers, **options) as client:
                 answer = await client.get("/props")
                 slots = answer.json().get("total_slots", AT_ONCE) if answer.is_success else AT_ONCE
                 yield client, parallel or slots
@@ -120,7 +113,7 @@ async def _open_client(
         transport = httpx.ASGITransport(
             create_app(llm._engine, ServerConfig(job_store_mb=0, max_timeout_s=0))
         )
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:
             yield client, parallel or llm.limits.max_running + 2
 
 
@@ -147,13 +140,11 @@ async def _run(
                 nonlocal failed
                 with path.open("rb") as file:
                     for line, _ in waiting:
-                        request = _read_line(file, line)
-                        answer = await _ask(
-                            client, request.url, json.loads(bytes(request.body)), config.model
-                        )
-                        name = f"batch_req_{secrets.token_hex(12)}"
-                        status = answer.status_code
-                        output.write(make_answer(request.custom_id, status, name, answer.content) + b"\n")
+                        request = read_request(file, line)
+                        body = json.loads(bytes(request.body))
+                        answer = await _ask(client, request.url, body, config.model)
+                        made = make_answer(request.custom_id, answer.status_code, answer.content)
+                        output.write(made + b"\n")
                         output.flush()
                         failed += not answer.is_success
                         shown.advance(task)

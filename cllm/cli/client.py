@@ -64,10 +64,10 @@ class ServerClient:
         self.url = (url or default).rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
-        key = get_key()
+        self.headers = {"Authorization": f"Bearer {key}"} if (key := get_key()) else {}
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=self.headers,
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
             trust_env=not _is_here(self.url),  # no proxy on the way to this machine
         )

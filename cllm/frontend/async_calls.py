@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -135,19 +134,16 @@ async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[in
 # Calls from other threads -----------------------------------------------------------------------------
 
 _LOOP_LOCK = threading.Lock()
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a thread does not survive a fork
 
 
 def get_loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop that runs the models of `LLM` in this process; one, however many threads ask first."""
     with _LOOP_LOCK:
-        return _make_loop(process)
-
-
-@cache
-def _make_loop(process: int) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="cllm-loop", daemon=True).start()
-    return loop
+        if process not in _LOOPS:
+            _LOOPS[process] = asyncio.new_event_loop()
+            threading.Thread(target=_LOOPS[process].run_forever, name="cllm-loop", daemon=True).start()
+        return _LOOPS[process]
 
 
 def wait_for_call(

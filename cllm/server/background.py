@@ -34,17 +34,6 @@ class CallRoute(Protocol):
     async def __call__(self, route: Route, tenant: str, body: bytes, **state: Any) -> Response: ...
 
 
-class BackgroundRequest(msgspec.Struct):
-    """The request of a background answer, as it is kept until that has ended."""
-
-    body: msgspec.Raw
-    attempt: int = 0
-    conversation: str | None = None  # its id
-
-
-_decode = msgspec.json.Decoder(BackgroundRequest).decode
-
-
 async def call_route(
     app: Any, keys: KeyRing, route: Route, tenant: str, body: bytes, **state: Any
 ) -> Response:
@@ -90,15 +79,12 @@ class BackgroundAnswers:
 
     async def _take_up(self, stored: StoredObject) -> None:
         try:
-            asked = _decode(stored.more)
             message = f"the server ended {MAX_ATTEMPTS} times while this response was made"
             if not self._keys.allows(stored.tenant):
                 message = "the API key of this response was removed"
-            elif asked.attempt + 1 < MAX_ATTEMPTS:
-                asked.attempt += 1
+            elif stored.active < MAX_ATTEMPTS:
                 while True:
-                    body, state = bytes(asked.body), {"background": asked, "response": stored}
-                    answer = await self._call(self._route, stored.tenant, body, **state)
+                    answer = await self._call(self._route, stored.tenant, stored.more, response=stored)
                     if answer.status_code == 200:
                         return
                     if answer.status_code not in (429, 503):

@@ -1,8 +1,8 @@
 """Batch runner: the lines of batches run as requests of their route, in what live requests leave idle.
 
 A line is an HTTP request without a connection: its route reads the body and answers. It has the lowest
-priority. While a live request is in an engine, no line starts but those that `beside` allows; lines that
-run go on, unless a live request needs their slot. Then the youngest are given back, and run again later.
+priority. While a live request is in an engine, no line starts; lines that run go on, unless a live request
+needs their slot. Then the youngest are given back, and run again later.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -25,7 +23,7 @@ from cllm.errors import CllmError, PoisonRequest
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
 from cllm.server.background import CallRoute
-from cllm.server.batches import BatchObject, FileObject, make_answer, make_refusal, read_request
+from cllm.server.batches import BatchObject, FileObject, RequestLine, make_answer, make_refusal, read_request
 from cllm.server.dialect import Route
 from cllm.server.generation import BATCH_PRIORITY
 from cllm.server.job_store import (
@@ -37,6 +35,7 @@ from cllm.server.job_store import (
     LineCounts,
     LineTokens,
     StoredObject,
+    name_file,
 )
 from cllm.server.keys import KeyRing
 
@@ -51,15 +50,6 @@ MODEL = re.compile(rb'\[("(?:[^"\\]|\\.)*")')  # at the beginning of a line's op
 SURPLUS = 2  # lines beyond the slots: a freed slot has a successor at once
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
 _decode = msgspec.json.Decoder(BatchObject).decode
-
-
-class AnswerUsage(msgspec.Struct):
-    """What an answer of any endpoint says of its tokens."""
-
-    usage: LineTokens
-
-
-_decode_usage = msgspec.json.Decoder(AnswerUsage).decode
 
 
 class Retry(Exception):
@@ -108,7 +98,7 @@ class BatchRunner:
         """`routes` are those of lines, by their path."""
         self._call, self._routes, self._store = call, routes, store
         self._registry, self._keys = registry, keys
-        self._ttl, self._beside = config.response_ttl, config.batch_beside
+        self._ttl = config.response_ttl
         self._works: dict[str, BatchWork] = {}
         self._changed = asyncio.Event()
         self._changed.set()
@@ -206,9 +196,8 @@ class BatchRunner:
     def _has_room(self, model: ServedModel) -> bool:
         """True if a line may start on a model."""
         lines, live, slots = self._count_requests(model)
-        limit = slots + SURPLUS if not live else min(self._beside, slots - live)
-        if live and time.monotonic() - self._started_at > STARVED_S:
-            limit = max(1, limit)
+        starved = time.monotonic() - self._started_at > STARVED_S
+        limit = int(starved) if live else slots + SURPLUS
         return max(len(self._list_tasks(model)), lines) < limit
 
     async def _start_lines(self) -> None:
@@ -239,14 +228,15 @@ class BatchRunner:
             work.attempts[line.number] += 1
         if status in (429, 503) or 0 < work.attempts[line.number] < MAX_ATTEMPTS:
             raise Retry
-        answer = make_answer(request.custom_id, status, f"batch_req_{secrets.token_hex(12)}", body)
-        state, tokens = (DONE, _decode_usage(body).usage.total_tokens) if status == 200 else (FAILED, 0)
+        answer = make_answer(request.custom_id, status, body)
+        state, tokens = FAILED, 0
+        if status == 200:
+            state, tokens = DONE, msgspec.json.decode(body)["usage"]["total_tokens"]
         await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state, tokens)
 
-    def _read(self, batch: BatchObject, line: BatchLine) -> Any:
+    def _read(self, batch: BatchObject, line: BatchLine) -> RequestLine:
         with self._store.get_path(batch.input_file_id).open("rb") as file:
-            file.seek(line.begin)
-            return read_request(file.read(line.size))
+            return read_request(file, line)
 
     # The end of a batch ------------------------------------------------------------------------------
 
@@ -266,45 +256,32 @@ class BatchRunner:
             task.cancel()
         if work.running:
             return  # they end first
-        files = {state: self._make_file(work, name) for state, name in ((DONE, "output"), (FAILED, "error"))}
-        tokens = await self._store.run(JobDatabase.count_tokens, work.stored.id)
-        finish = partial(self._finish, status, files, tokens)
 
         def describe(line: BatchLine) -> bytes:
-            custom_id = self._read(batch, line).custom_id
-            return make_refusal(custom_id, f"batch_req_{secrets.token_hex(12)}", f"batch_{status}", message)
+            return make_refusal(self._read(batch, line).custom_id, f"batch_{status}", message)
 
-        stored = {
-            state: StoredObject(
-                file.id, work.stored.tenant, time.time(), file.expires_at or None, record=_encode(file)
-            )
-            for state, file in files.items()
-        }
-        await self._store.run(JobDatabase.finish_batch, work.stored, stored, finish, describe)
+        make_file, finish = partial(self._make_file, work.stored), partial(self._finish, status)
+        await self._store.run(JobDatabase.finish_batch, work.stored, make_file, finish, describe)
         del self._works[work.stored.id]
 
-    def _make_file(self, work: BatchWork, name: str) -> FileObject:
-        batch_id, now = work.stored.id, int(time.time())
-        return FileObject(
-            id=f"file-{batch_id.removeprefix('batch_')}-{name}",
-            bytes=0,
-            created_at=now,
-            expires_at=now + int(work.stored.more or self._ttl),
-            filename=f"{batch_id}_{name}.jsonl",
+    def _make_file(self, batch: StoredObject, file_id: str, size: int) -> StoredObject:
+        now = time.time()
+        file = FileObject(
+            id=file_id,
+            bytes=size,
+            created_at=int(now),
+            expires_at=int(now) + int(batch.more or self._ttl),
+            filename=f"{batch.id}_{file_id.rpartition('-')[2]}.jsonl",
             purpose="batch_output",
         )
+        return StoredObject(file_id, batch.tenant, now, file.expires_at or None, record=_encode(file))
 
     def _finish(
-        self,
-        status: str,
-        files: Mapping[int, FileObject],
-        tokens: LineTokens,
-        stored: StoredObject,
-        counts: LineCounts,
+        self, status: str, stored: StoredObject, counts: LineCounts, tokens: LineTokens
     ) -> StoredObject:
         batch = _decode(stored.record)
         batch.finalizing_at, batch.request_counts, batch.usage = int(time.time()), counts, tokens
-        batch.output_file_id = files[DONE].id if counts.completed else None
-        batch.error_file_id = files[FAILED].id if counts.failed else None
+        batch.output_file_id = name_file(stored.id, DONE) if counts.completed else None
+        batch.error_file_id = name_file(stored.id, FAILED) if counts.failed else None
         batch.enter(status)
         return _replace(stored, active=False, expires=time.time() + self._ttl, record=_encode(batch))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -93,9 +94,10 @@ _decode_line = msgspec.json.Decoder(RequestLine).decode
 _decode_body = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def read_request(data: bytes) -> RequestLine:
-    """A line that was checked."""
-    return _decode_line(data)
+def read_request(file: BinaryIO, line: BatchLine) -> RequestLine:
+    """Read a line that was checked."""
+    file.seek(line.begin)
+    return _decode_line(file.read(line.size))
 
 
 def read_lines(path: Path, endpoint: str, max_line: int) -> tuple[list[BatchLine], list[LineError]]:
@@ -165,13 +167,14 @@ def make_opening(body: Mapping[str, Any]) -> bytes:
     return _encode([*parts, content])[:OPENING_BYTES]
 
 
-def make_answer(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+def make_answer(custom_id: str, status: int, body: bytes) -> bytes:
     """A line of the output file, or of the error file."""
+    request_id = f"batch_req_{secrets.token_hex(12)}"
     answer = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _encode({"id": request_id, "custom_id": custom_id, "response": answer, "error": None})
 
 
-def make_refusal(custom_id: str, request_id: str, code: str, message: str) -> bytes:
+def make_refusal(custom_id: str, code: str, message: str) -> bytes:
     """A line of the error file for a request that was not computed."""
-    error = {"code": code, "message": message}
+    request_id, error = f"batch_req_{secrets.token_hex(12)}", {"code": code, "message": message}
     return _encode({"id": request_id, "custom_id": custom_id, "response": None, "error": error})

@@ -15,11 +15,11 @@ from cllm.server.dialect import COMMENT, encode_named
 from cllm.server.sse import EventStream, collect
 from cllm.types import RequestOutput
 
+StreamEvent = dict[str, Any]  # clients listen for it by its `type`, which also decides what else it has
 
-class StreamEvent(msgspec.Struct):
-    """An event; clients listen for it by its type, which also decides what else it has."""
 
-    type: str
+def make_event(kind: str, /, **fields: Any) -> StreamEvent:
+    return {"type": kind, **fields}
 
 
 class BlockRenderer(ABC):
@@ -63,4 +63,4 @@ class BlockRenderer(ABC):
 
 
 def encode_events(events: Sequence[StreamEvent]) -> bytes:
-    return b"".join(encode_named(event.type, event) for event in events)
+    return b"".join(encode_named(event["type"], event) for event in events)

@@ -42,6 +42,10 @@ def about(description: str, *examples: Any, **bounds: Any) -> Meta:
 SourceText = Annotated[str, Meta(pattern=NO_NUL)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT, pattern=NO_NUL)]
 Name = Annotated[str, Meta(max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    about("Returned unchanged: up to 16 texts", {"order": "17"}, max_length=16),
+]
 ModelName = Annotated[
     Name | None,
     Meta(
@@ -269,7 +273,7 @@ async def read_body(http: Request, kind: type[Kind]) -> Kind:
         if kind.OPTIONAL:
             return kind.parse({})
         raise InvalidRequest(NOT_AN_OBJECT)
-    return await run_in_turn(http, partial(decode, data, kind, http.app.state.add_defaults))
+    return await run_in_turn(http, decode, data, kind, http.app.state.add_defaults)
 
 
 def decode(data: bytes, kind: type[Kind], add_defaults: Read | None = None) -> Kind:

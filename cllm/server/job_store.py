@@ -51,7 +51,8 @@ CREATE INDEX IF NOT EXISTS objects_of_tenant ON objects(tenant, kind, created);
 CREATE INDEX IF NOT EXISTS objects_that_expire ON objects(expires) WHERE expires IS NOT NULL;
 CREATE TABLE IF NOT EXISTS lines(
     batch TEXT NOT NULL, number INTEGER NOT NULL, opening BLOB NOT NULL, begin INTEGER NOT NULL,
-    size INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(batch, number)) WITHOUT ROWID;
+    size INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0, tokens INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY(batch, number)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lines_in_order ON lines(batch, state, opening, number);
 CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, number INTEGER NOT NULL, answer BLOB NOT NULL, PRIMARY KEY(batch, number));
@@ -66,7 +67,7 @@ class StoredObject(msgspec.Struct, frozen=True):
     tenant: str
     created: float
     expires: float | None = None  # None keeps it until it is deleted
-    active: bool | int = False  # work is left; it neither expires nor is dropped
+    active: int = 0  # attempts at work that is left; while there is some, it neither expires nor is dropped
     record: bytes = b"{}"
     more: bytes = b""
     previous: str | None = None  # the response that this one continues
@@ -140,8 +141,6 @@ class JobDatabase:
             for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                 self.sql.execute(f"PRAGMA {setting}")
             self.sql.executescript(_SCHEMA)
-            if "tokens" not in {row[1] for row in self.sql.execute("PRAGMA table_info(lines)")}:
-                self.sql.execute("ALTER TABLE lines ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0")
             self._read_sizes()
         except BaseException:
             self.sql.close()
@@ -328,10 +327,14 @@ class JobDatabase:
 
     # Lines of batches --------------------------------------------------------------------------------
 
-    def count_lines(self, batch: str) -> LineCounts:
-        query = "SELECT state, count(*) FROM lines WHERE batch = ? GROUP BY state"
-        found: Counter[int] = Counter(dict(self.sql.execute(query, (batch,)).fetchall()))
-        return LineCounts(sum(found.values()), found[DONE], found[FAILED])
+    def count_lines(self, batch: str) -> tuple[LineCounts, LineTokens]:
+        query = "SELECT state, count(*), sum(tokens) FROM lines WHERE batch = ? GROUP BY state"
+        counts: Counter[int] = Counter()
+        tokens = 0
+        for state, count, used in self.sql.execute(query, (batch,)):
+            counts[state] = count
+            tokens += used
+        return LineCounts(counts.total(), counts[DONE], counts[FAILED]), LineTokens(tokens)
 
     def next_lines(self, batch: str, last: BatchLine | None, count: int) -> list[BatchLine]:
         """Lines without an answer that follow `last`, in the order of their openings."""
@@ -342,10 +345,6 @@ class JobDatabase:
         after = (last.opening, last.number) if last is not None else (b"", -1)
         rows = self.sql.execute(query, (batch, PENDING, *after, count))
         return [BatchLine(*row) for row in rows]
-
-    def count_tokens(self, batch: str) -> LineTokens:
-        query = "SELECT coalesce(sum(tokens), 0) FROM lines WHERE batch = ?"
-        return LineTokens(self.sql.execute(query, (batch,)).fetchone()[0])
 
     def add_answer(self, batch: str, number: int, answer: bytes, state: int = DONE, tokens: int = 0) -> None:
         """Keep the answer to a line and its state. A line is answered once."""
@@ -359,19 +358,19 @@ class JobDatabase:
     def finish_batch(
         self,
         batch: StoredObject,
-        files: dict[int, StoredObject],
-        change: Callable[[StoredObject, LineCounts], StoredObject],
+        make_file: Callable[[str, int], StoredObject],
+        change: Callable[[StoredObject, LineCounts, LineTokens], StoredObject],
         describe: Callable[[BatchLine], bytes],
     ) -> None:
         """Write the output and error files from the answers, and end a batch: all of it, or nothing.
 
-        `files` are the new files by the state of their lines; one without lines is not made. `describe` makes
-        the answer of a line that has none.
+        `make_file` describes a file by its id and bytes; one without lines is not made. `describe` makes the
+        answer of a line that has none.
         """
         while left := self.next_lines(batch.id, None, 1000):
             for line in left:
                 self.add_answer(batch.id, line.number, describe(line), FAILED)
-        counts = self.count_lines(batch.id)
+        counts, tokens = self.count_lines(batch.id)
         query = (
             "SELECT answer FROM answers JOIN lines USING (batch, number) "
             "WHERE batch = ? AND state = ? ORDER BY number"
@@ -379,11 +378,11 @@ class JobDatabase:
         for state, count in ((DONE, counts.completed), (FAILED, counts.failed)):
             if count:
                 rows = self.sql.execute(query, (batch.id, state))
-                size = write_file(self.files / files[state].id, (row[0] + b"\n" for row in rows))
-                record = msgspec.json.decode(files[state].record) | {"bytes": size}
-                file = msgspec.structs.replace(files[state], record=msgspec.json.encode(record))
+                file_id = name_file(batch.id, state)
+                size = write_file(self.files / file_id, (row[0] + b"\n" for row in rows))
+                file = make_file(file_id, size)
                 self._insert("file", file, size + len(file.record))
-        new = change(self.get("batch", batch.tenant, batch.id), counts)
+        new = change(self.get("batch", batch.tenant, batch.id), counts, tokens)
         self._remove([batch.id])
         self._insert("batch", new, len(new.record) + len(new.more))
 
@@ -482,6 +481,11 @@ class JobStore:
         """Where the content of a file lies that `get` has found."""
         assert self._database is not None
         return self._database.files / file_id
+
+
+def name_file(batch: str, state: int) -> str:
+    """The id of the file with the answers to a batch's lines of a state."""
+    return f"file-{batch.removeprefix('batch_')}-{'output' if state == DONE else 'error'}"
 
 
 def write_file(path: Path, pieces: Iterator[bytes]) -> int:

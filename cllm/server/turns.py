@@ -6,11 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 LARGE_BODY = 64 << 10  # bytes; a smaller body takes less time than the way to a thread and back costs others
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -50,12 +51,14 @@ class TenantTurns:
                 self._lines[tenant] = line
 
 
-async def run_in_turn(http: Request, task: Callable[[], Result]) -> Result:
+async def run_in_turn(
+    http: Request, task: Callable[Given, Result], *arguments: Given.args, **options: Given.kwargs
+) -> Result:
     """Run what handles a body: here, or on a thread in turn where the body is large.
 
     Native calls hold the interpreter's lock, but after `check_shape` each is short: other requests go on.
     """
     if len(await http.body()) < LARGE_BODY:
-        return task()
+        return task(*arguments, **options)
     async with http.app.state.large_bodies.hold(http.scope["state"]["tenant"].name):
-        return await asyncio.to_thread(task)
+        return await asyncio.to_thread(task, *arguments, **options)

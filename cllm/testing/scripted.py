@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
         from cllm.workers.engine_worker import main as run_worker
         from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
-        tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
-        return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
+        given = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE).perform, FakeVocabulary.bound
+        return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, *given))
     parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
     numbers = {"port": 0, "parallel": 8, "ctx-size": 8192, "queue-size": 1024, "draft-tokens": 0}
     texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "api-keys": "", "cors-origins": ""}

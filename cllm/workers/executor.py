@@ -70,15 +70,15 @@ class ProcessExecutor:
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
         if config.mmproj:
             self.media = ProcessTokenizer(config, role="media", log_level=log_level, module=module)
+        self._beside = [self.tokenizer, *filter(None, [self.media])]
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         """Begin to load, after the delay; returns at once. Only after `Died` may it be called again.
 
         `receive` gets the engine's reports: LoadProgress*, Ready, others*, Died.
         """
-        for worker in (self.tokenizer, self.media):
-            if worker is not None:
-                worker.start()
+        for worker in self._beside:
+            worker.start()
         self._engine.start(receive, delay_s)
 
     def send(self, command: Command) -> None:
@@ -92,11 +92,10 @@ class ProcessExecutor:
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
         self._engine.end()  # all exit at the same time
-        if self.media is not None:
-            self.media.end()
-        self.tokenizer.close()
-        if self.media is not None:
-            self.media.close()
+        for worker in self._beside:
+            worker.end()
+        for worker in self._beside:
+            worker.close()
         self._engine.close()
 
 

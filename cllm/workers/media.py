@@ -70,8 +70,6 @@ class RowCache:
 class MediaWorker:
     """Encodes the pictures of one task at a time; the same picture of a tenant once."""
 
-    bound = TokenBound()  # it has no vocabulary of its own
-
     def __init__(self, encoder: MediaEncoder, *, shared: bool = False) -> None:
         """With `shared`, tenants share the rows of equal pictures."""
         self._encoder = encoder
@@ -153,4 +151,5 @@ def serve_media(channel: Channel, config: EngineConfig) -> None:
     threads = config.threads or max(1, default_threads() // SHARE)
     encoder = MediaEncoder(library, model, Path(config.mmproj), frees, threads=threads)
     limit_memory()
-    answer_tasks(channel, MediaWorker(encoder, shared=config.share_prefixes_across_tenants))
+    worker = MediaWorker(encoder, shared=config.share_prefixes_across_tenants)
+    answer_tasks(channel, worker.perform, TokenBound())

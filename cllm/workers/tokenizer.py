@@ -9,12 +9,11 @@ import logging
 import resource
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -68,10 +67,6 @@ class TokenizerWorker:
         self._prompts = PromptBuilder(vocabulary, *templates)
         self._guard = compile_guard
         self._lock = threading.Lock()
-
-    @property
-    def bound(self) -> TokenBound:
-        return self._vocabulary.bound
 
     @cached_property
     def _constraints(self) -> GrammarCompiler:
@@ -172,7 +167,7 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
     )
     limit_memory()
     threading.Thread(target=worker.warm_up, name="warm-up", daemon=True).start()
-    answer_tasks(channel, worker)
+    answer_tasks(channel, worker.perform, model.vocabulary.bound)
 
 
 def limit_memory() -> None:
@@ -185,28 +180,24 @@ def limit_memory() -> None:
         pass  # the system does not support it
 
 
-class Worker(Protocol):
-    """Does the tasks of a worker process, from several threads."""
+def answer_tasks(
+    channel: Channel, perform: Callable[[TokenizerTask], TokenizerAnswer], bound: TokenBound
+) -> None:
+    """Perform what comes in, several tasks at a time, until the parent closes its end.
 
-    @property
-    def bound(self) -> TokenBound: ...
-
-    def perform(self, task: TokenizerTask) -> TokenizerAnswer: ...
-
-
-def answer_tasks(channel: Channel, worker: Worker) -> None:
-    """Do what comes in, several tasks at a time, until the parent closes its end."""
+    `bound` is that of the worker's vocabulary.
+    """
     decoder = msgspec.msgpack.Decoder(TokenizerCall)
 
     def answer(call: TokenizerCall) -> None:
         try:
-            answer = worker.perform(call.task)
+            answer = perform(call.task)
         except Exception as error:  # every task gets an answer; the log names no text
             log.error("a tokenizer task failed: %s in %s", type(error).__name__, type(call.task).__name__)
             answer = Failure("engine_error", "this text could not be processed")
         channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
 
-    channel.send(msgspec.msgpack.encode(TokenizerReady(worker.bound)))
+    channel.send(msgspec.msgpack.encode(TokenizerReady(bound)))
     with ThreadPoolExecutor(THREADS) as pool:
         while (frame := channel.receive()) is not None:
             pool.submit(answer, decoder.decode(frame))

@@ -158,7 +158,6 @@ def test_the_encoder_takes_several_prompts_at_once(encoder: MediaEncoder) -> Non
         assert prompt == native.prompt
         for media, values in rows.items():
             assert np.allclose(together[media], values, atol=TIE)
-    assert encoder.encode(prompts, known=together.keys()) == {}
     for native in prompts:
         native.close()
 

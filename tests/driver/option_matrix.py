@@ -331,9 +331,7 @@ ROWS = (
     Row("models_memory_mb", "--models-memory-mb 4000", "folder", use_other_model),
     Row("sleep_idle_s", "--sleep-idle-s 1", use=use_unload),
     Row("job_store_mb response_ttl", "--job-store-mb 0 --response-ttl 1", use=use_responses),
-    Row(
-        "state_dir batch_beside", "--state-dir {scratch} --job-store-mb 1 --batch-beside 2", use=use_responses
-    ),
+    Row("state_dir", "--state-dir {scratch} --job-store-mb 1", use=use_responses),
     Row("reconnect_s", "--reconnect-s 60"),
     Row("keep_alive_s max_timeout_s drain_s", "--keep-alive-s 0 --max-timeout-s 0 --drain-s 0"),
     Row(

@@ -17,6 +17,7 @@ from tests.driver.server import Server, StartServer, wait_for
 ENDED = ("completed", "failed", "cancelled", "incomplete")
 SHORT: Any = {"model": "any", "max_output_tokens": 16, "temperature": 0}
 LONG: Any = {"model": "any", "max_output_tokens": 2000, "temperature": 0}
+UNNAMED: Any = {}  # a new conversation
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +107,19 @@ def test_what_cannot_be_stored_is_refused(client: openai.OpenAI, fields: Any, te
 
 
 def test_a_conversation_is_continued(client: openai.OpenAI) -> None:
-    item: Any = {"type": "message", "role": "user", "content": "My name is Ann."}
-    conversation = client.conversations.create(items=[item], metadata={"topic": "demo"})
-    assert client.conversations.retrieve(conversation.id).metadata == {"topic": "demo"}
-    first = client.responses.create(input="Who am I?", conversation=conversation.id, **SHORT)
-    assert first.conversation is not None and first.conversation.id == conversation.id
-    client.conversations.items.create(conversation.id, items=[item])
-    listed = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
-    assert [each.role for each in listed] == ["user", "user", "assistant", "user"]  # type: ignore[union-attr]
-    second = client.responses.create(input="Who?", conversation={"id": conversation.id}, **SHORT)
-    assert first.usage is not None and second.usage is not None
-    assert second.usage.input_tokens > first.usage.input_tokens + 16
-    unnamed: Any = {}
-    new = client.responses.create(input="Hi", conversation=unnamed, background=True, **SHORT)
-    wait(client, new.id)
-    assert new.conversation is not None
-    assert len(list(client.conversations.items.list(new.conversation.id))) == 2
-    client.conversations.delete(conversation.id)
+    first = client.responses.create(input="My name is Ann.", conversation=UNNAMED, **SHORT)
+    assert first.conversation is not None and first.usage is not None
+    name = first.conversation.id
+    second = client.responses.create(input="Who?", conversation=name, background=True, **SHORT)
+    assert second.conversation == first.conversation
+    usage = wait(client, second.id).usage
+    assert usage is not None and usage.input_tokens > first.usage.input_tokens + 16
+    third = client.responses.create(input="Who?", conversation={"id": name}, **SHORT)
+    assert third.usage is not None and third.usage.input_tokens > usage.input_tokens + 16
+    other = client.responses.create(input="Who?", conversation=UNNAMED, background=True, **SHORT)
+    assert other.conversation is not None and other.conversation.id != name
     with pytest.raises(openai.NotFoundError, match="no conversation"):
-        client.responses.create(input="Hi", conversation=conversation.id, **SHORT)
+        client.responses.create(input="Hi", conversation="conv_1", **SHORT)
 
 
 def test_a_killed_server_leaves_its_background_responses_to_the_next(
@@ -151,15 +146,15 @@ def test_tenants_do_not_see_each_others_answers(start: StartServer, tiny_model: 
     server = start(str(tiny_model), "--api-key", "one,two", "--state-dir", str(tmp_path / "state"))
     with connect(server, "one") as one, connect(server, "two") as two:
         response = one.responses.create(input="Tell me", background=True, **LONG)
-        conversation = one.conversations.create()
+        begun = one.responses.create(input="Hi", conversation=UNNAMED, **SHORT)
+        assert begun.conversation is not None
+        name = begun.conversation.id
         for call in (
             lambda: two.responses.retrieve(response.id),
             lambda: two.responses.retrieve(response.id, stream=True),
             lambda: two.responses.cancel(response.id),
             lambda: two.responses.delete(response.id),
-            lambda: two.responses.create(input="Hi", conversation=conversation.id, **SHORT),
-            lambda: two.conversations.retrieve(conversation.id),
-            lambda: two.conversations.items.list(conversation.id),
+            lambda: two.responses.create(input="Hi", conversation=name, **SHORT),
         ):
             with pytest.raises(openai.NotFoundError):
                 call()

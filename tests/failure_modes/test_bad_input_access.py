@@ -156,11 +156,6 @@ FOR_ALL = {
     *("/chat/completions/input_tokens", "/v1/embeddings", "/embedding", "/v1/rerank", "/v1/score"),
     *("/api/show", "/api/embed", "/api/embeddings", "/v1/responses/{response_id}", "/v1/files"),
     *("/v1/files/{file_id}", "/v1/batches", "/v1/batches/{batch_id}/cancel"),
-    *(
-        "/v1/conversations",
-        "/v1/conversations/{conversation_id}",
-        "/v1/conversations/{conversation_id}/items",
-    ),
     *("/v1/responses/{response_id}/cancel", "/v1/streams/{stream_id}"),
 }
 UNLOADING = {

@@ -220,46 +220,37 @@ def test_threads_that_use_a_model_first_wait_for_one_loading(slow: SlowLoad) -> 
     assert len(answers) == 4
 
 
-def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
-    async def use() -> None:
-        asyncio.get_running_loop().call_later(0.1, slow.finish.set)
-        llm = make_llm(AsyncLLM, slow)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05), llm:
-                raise AssertionError("it is not loaded")
-        with pytest.raises(ShuttingDown, match="closed"):
-            await llm.generate("x")
-
-    asyncio.run(use())
+async def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
+    asyncio.get_running_loop().call_later(0.1, slow.finish.set)
+    llm = make_llm(AsyncLLM, slow)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), llm:
+            raise AssertionError("it is not loaded")
+    with pytest.raises(ShuttingDown, match="closed"):
+        await llm.generate("x")
 
 
-def test_a_cancelled_first_call_leaves_the_model_to_the_next(slow: SlowLoad) -> None:
-    async def use() -> None:
-        llm = make_llm(AsyncLLM, slow)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(llm.generate("x"), 0.05)
-        slow.finish.set()
-        assert await llm.generate("x", max_tokens=2)
-        await llm.close()
-
-    asyncio.run(use())
+async def test_a_cancelled_first_call_leaves_the_model_to_the_next(slow: SlowLoad) -> None:
+    llm = make_llm(AsyncLLM, slow)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(llm.generate("x"), 0.05)
+    slow.finish.set()
+    assert await llm.generate("x", max_tokens=2)
+    await llm.close()
 
 
-def test_a_failed_load_reaches_the_call_after_a_cancelled_one(slow: SlowLoad) -> None:
+async def test_a_failed_load_reaches_the_call_after_a_cancelled_one(slow: SlowLoad) -> None:
     def fail(config: EngineConfig) -> FakeRunner:
         slow(config)
         raise ModelFileError("no such file")
 
-    async def use() -> None:
-        llm = make_llm(AsyncLLM, fail)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(llm.open(), 0.05)
-        slow.finish.set()
-        await asyncio.wait([asyncio.wrap_future(llm._engine.loaded)])
-        with pytest.raises(ModelFileError, match="no such file"):
-            await llm.generate("x")
-
-    asyncio.run(use())
+    llm = make_llm(AsyncLLM, fail)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(llm.open(), 0.05)
+    slow.finish.set()
+    await asyncio.wait([asyncio.wrap_future(llm._engine.loaded)])
+    with pytest.raises(ModelFileError, match="no such file"):
+        await llm.generate("x")
 
 
 def test_threads_share_one_event_loop_from_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +261,7 @@ def test_threads_share_one_event_loop_from_its_first_use(monkeypatch: pytest.Mon
             both.wait(0.1)  # without a lock, the other thread comes here, too
         return make()
 
-    async_calls._make_loop.cache_clear()
+    async_calls._LOOPS.clear()
     monkeypatch.setattr(asyncio, "new_event_loop", make_slowly)
     models = [make_llm(LLM, make_fake) for _ in range(2)]
     for opening in [run(llm.open) for llm in models]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,11 +213,9 @@ class MediaEncoder(Owned):
 
     # Encoding --------------------------------------------------------------------------------------
 
-    def encode(self, prompts: Iterable[MediaPrompt], known: Collection[str] = ()) -> dict[str, Rows]:
-        """The rows of all media of these prompts but the `known`, each once; several in one pass."""
-        waiting = {
-            media: chunk for each in prompts for media, chunk in each.chunks.items() if media not in known
-        }
+    def encode(self, prompts: Iterable[MediaPrompt]) -> dict[str, Rows]:
+        """The rows of all media of these prompts, each once; several in one pass."""
+        waiting = {media: chunk for each in prompts for media, chunk in each.chunks.items()}
         rows: dict[str, Rows] = {}
         while waiting:
             rows |= self._encode_batch(waiting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cllm.server.dialect import Dialect, DialectTable
-from cllm.server.dialects import conversations as conversations
 from cllm.server.dialects.anthropic import anthropic
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_server import llama_server

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,7 +19,7 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded
 from cllm.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
-from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
+from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events, make_event
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
 from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
@@ -394,23 +393,12 @@ class ContentDelta(msgspec.Struct):
     signature: str | UnsetType = UNSET
 
 
-class MessageEvent(StreamEvent):
-    """One event of a stream."""
-
-    message: MessageResponse | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    content_block: Content | UnsetType = UNSET
-    delta: ContentDelta | MessageEnding | UnsetType = UNSET
-    usage: MessageUsage | UnsetType = UNSET
-    error: dict[str, Any] | UnsetType = UNSET
-
-
 EXAMPLE_EVENTS = encode_events(
     [
-        MessageEvent("message_start", message=EXAMPLE),
-        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
-        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
-        MessageEvent("message_stop"),
+        make_event("message_start", message=EXAMPLE),
+        make_event("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+        make_event("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+        make_event("message_stop"),
     ]
 )
 _DELTAS = {  # type and field
@@ -423,7 +411,7 @@ _DELTAS = {  # type and field
 class MessageRenderer(BlockRenderer):
     """Renders one message, whole or as events."""
 
-    beat = encode_events([MessageEvent("ping")])
+    beat = encode_events([make_event("ping")])
 
     def __init__(self, reply: ReplyBuilder, message_id: str, model: str, prompt_tokens: int) -> None:
         super().__init__(reply)
@@ -432,16 +420,16 @@ class MessageRenderer(BlockRenderer):
         self._prompt_tokens = prompt_tokens
 
     def start(self) -> list[StreamEvent]:
-        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+        return [make_event("message_start", message=self.body()), make_event("ping")]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered: list[StreamEvent] = [event for change in changes for event in _render(change)]
         if output.error is not None:
-            rendered.append(MessageEvent("error", error=anthropic.make_error(output.error.error())["error"]))
+            rendered.append(make_event("error", error=anthropic.make_error(output.error.error())["error"]))
         elif output.finish_reason is not None:
             ending = MessageEnding(self._stop_reason, self._reply.stop)
-            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
-            rendered.append(MessageEvent("message_stop"))
+            rendered.append(make_event("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(make_event("message_stop"))
         return rendered
 
     def body(self) -> MessageResponse:
@@ -489,20 +477,20 @@ def _sign(reasoning: str) -> str:
     return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode() if reasoning else ""
 
 
-def _render(change: BlockEvent) -> Iterator[MessageEvent]:
+def _render(change: BlockEvent) -> Iterator[StreamEvent]:
     block = change.block
     if isinstance(change, BlockStart):
         empty = _make_content(Block(block.index, block.kind, block.id, block.name))
-        yield MessageEvent("content_block_start", index=block.index, content_block=empty)
+        yield make_event("content_block_start", index=block.index, content_block=empty)
     elif isinstance(change, BlockDelta):
         kind, field = _DELTAS[block.kind]
         delta = ContentDelta(kind, **{field: change.text})
-        yield MessageEvent("content_block_delta", index=block.index, delta=delta)
+        yield make_event("content_block_delta", index=block.index, delta=delta)
     else:
         if block.kind is BlockKind.REASONING:
             signature = ContentDelta("signature_delta", signature=_sign(block.text))
-            yield MessageEvent("content_block_delta", index=block.index, delta=signature)
-        yield MessageEvent("content_block_stop", index=block.index)
+            yield make_event("content_block_delta", index=block.index, delta=signature)
+        yield make_event("content_block_stop", index=block.index)
 
 
 @anthropic.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
@@ -517,9 +505,8 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
     )
-    session = await open_chat(
-        engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)), request
-    )
+    conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
+    session = await open_chat(engine, conversation, request)
     name = body.model or loaded(engine)[0].name
     renderer = MessageRenderer(session.replies[0], request.id, name, session.prompt_tokens)
     return await renderer.respond(http, session, stream=body.stream)
@@ -529,5 +516,5 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
 async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    conversation = await run_in_turn(http, partial(body.conversation, sees=engine.sees))
+    conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
     return TokenCount(await count_tokens(engine, conversation, body.constraint()))

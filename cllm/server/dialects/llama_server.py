@@ -409,7 +409,7 @@ async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> sha
 async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> shapes.LlamaPrompt:
     """Render a conversation with the model's chat template."""
     engine = await submit.use_engine(http, body.model)
-    conversation = await run_in_turn(http, partial(body.conversation, sees=engine.sees))
+    conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
     task = RenderChat(conversation.for_template())
     return shapes.LlamaPrompt((await run_tokenizer(engine, task, Text)).text)
 
@@ -419,9 +419,8 @@ async def apply_template(body: shapes.ApplyTemplateBody, http: HttpRequest) -> s
 async def count_chat(body: ChatBody, http: HttpRequest) -> shapes.InputTokens:
     """Count the prompt tokens of a conversation."""
     engine = await submit.use_engine(http, body.model)
-    return shapes.InputTokens(
-        await count_tokens(engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)))
-    )
+    conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
+    return shapes.InputTokens(await count_tokens(engine, conversation))
 
 
 @llama_server.get("/props", shapes.PROPS_EXAMPLE)

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -183,9 +182,8 @@ async def _submit(
         logprobs=body.top,
     )
     if (raw := body.raw_prompt) is None:
-        session = await open_chat(
-            engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)), request
-        )
+        conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
+        session = await open_chat(engine, conversation, request)
         return session.streams[0], session.replies[0], session.prompt_tokens
     request, (prompt,) = await prepare(engine, request, [raw])
     stream = engine.submit(msgspec.structs.replace(request, prompt=prompt), AsyncOutputStream)

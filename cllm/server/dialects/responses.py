@@ -9,33 +9,25 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import ChatSession, count_tokens, open_chat
-from cllm.errors import CllmError, InvalidRequest, NotFound, ShuttingDown
+from cllm.errors import CllmError, InvalidRequest, ShuttingDown
 from cllm.frontend.async_calls import loaded
+from cllm.limits import MAX_MESSAGES, check
 from cllm.server.answer_log import AnswerLog
-from cllm.server.background import ATTEMPT_EVENTS, BackgroundRequest, end_response
-from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
+from cllm.server.background import ATTEMPT_EVENTS, end_response
+from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events, make_event
 from cllm.server.dialect import JSON, encode_named
-from cllm.server.dialects.conversations import (
-    ConversationBody,
-    add_conversation,
-    append_items,
-    decode_items,
-    load_items,
-    make_items,
-)
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
-from cllm.server.dialects.openai.batches import NUMBER, get_jobs
+from cllm.server.dialects.openai.batches import NUMBER, DeletedObject, get_jobs
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_answer import (
@@ -78,6 +70,7 @@ LINGER_S = 600.0  # for the events of a background response that has ended
 CANCEL_S = 10.0  # for a step to end
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
+decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
 
 
 class ResponsesDialect(OpenAIDialect):
@@ -133,53 +126,50 @@ EXAMPLE = ResponseObject(
 )
 
 
-class ResponseEvent(StreamEvent):
-    """One event of a stream."""
-
-    sequence_number: int
-    response: ResponseObject | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    item: OutputItem | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    part: OutputText | OutputReasoning | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-    code: str | UnsetType = UNSET
-    message: str | UnsetType = UNSET
-    param: str | UnsetType | None = UNSET
-
-
-class DeletedResponse(msgspec.Struct):
-    """The response of `DELETE /v1/responses/{response_id}`."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
-
-
 EXAMPLE_EVENTS = encode_events(
     [
-        ResponseEvent("response.created", 0, response=EXAMPLE),
-        ResponseEvent("response.output_text.delta", 4, output_index=0, item_id="msg_1", delta="AI"),
-        ResponseEvent("response.completed", 9, response=EXAMPLE),
+        make_event("response.created", sequence_number=0, response=EXAMPLE),
+        make_event(
+            "response.output_text.delta", sequence_number=4, output_index=0, item_id="msg_1", delta="AI"
+        ),
+        make_event("response.completed", sequence_number=9, response=EXAMPLE),
     ]
 )
 
 
 async def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
-    """The items before a request's own; raises NotFound."""
+    """The items before a request's own; raises NotFound, InvalidRequest for too many."""
+    store, tenant = get_jobs(http)
     if isinstance(body.conversation, ConversationName) and body.conversation.id is not None:
-        return await load_items(http, body.conversation.id)
+        kept = await store.run(JobDatabase.get, "conversation", tenant, body.conversation.id)
+        items = decode_items(kept.more)
+        check(len(items), MAX_MESSAGES, "items", "conversation", "start another one")
+        return items
     if body.previous_response_id is None:
         return []
-    store, tenant = get_jobs(http)
     chain = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
     return [item for stored in chain for item in decode_items(stored.more)]
+
+
+async def find_conversation(
+    body: ResponsesBody, http: HttpRequest, earlier: StoredObject | None
+) -> str | None:
+    """The id of the conversation that is continued: that of an earlier attempt, the named one, or a new one.
+
+    Raises StorageFailed, NotFound where nothing is stored.
+    """
+    if earlier is not None:
+        kept: dict[str, str] = msgspec.json.decode(earlier.record).get("conversation", {})
+        return kept.get("id")
+    if not isinstance(body.conversation, ConversationName):
+        return None
+    if body.conversation.id is not None:
+        return body.conversation.id
+    (store, tenant), now = get_jobs(http), time.time()
+    expires = now + http.app.state.response_ttl
+    new = StoredObject(f"conv_{uuid.uuid4().hex}", tenant, now, expires, more=b"[]")
+    await store.run(JobDatabase.add, "conversation", new)
+    return new.id
 
 
 def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
@@ -198,7 +188,7 @@ class ResponseRenderer(BlockRenderer):
     """Renders one response; its events are numbered.
 
     `top` None renders no log-probabilities. `keep` is called with a response that has ended. One that is
-    `queued` is so until its first output; its events are numbered from `first` on.
+    `queued` is so until its first output. Each `attempt` at it numbers its events anew, from `first` on.
     """
 
     def __init__(
@@ -210,7 +200,7 @@ class ResponseRenderer(BlockRenderer):
         keep: Callable[[ResponseObject, Failure | None], None] = lambda *_: None,
         *,
         queued: bool = False,
-        first: int = 0,
+        attempt: int = 1,
     ) -> None:
         super().__init__(reply)
         self._keep = keep
@@ -221,7 +211,8 @@ class ResponseRenderer(BlockRenderer):
         self._created = int(time.time())
         self._failure: Failure | None = None
         self._queued = queued
-        self._sent = first
+        self.attempt = attempt
+        self.first = self._sent = (attempt - 1) * ATTEMPT_EVENTS
 
     def start(self) -> list[StreamEvent]:
         return [
@@ -301,12 +292,12 @@ class ResponseRenderer(BlockRenderer):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
         return [] if self._top is None else make_logprobs(entries, self._top)
 
-    def _event(self, kind: str, /, **fields: Any) -> ResponseEvent:
-        event = ResponseEvent(kind, self._sent, **fields)
+    def _event(self, kind: str, /, **fields: Any) -> StreamEvent:
+        event = make_event(kind, sequence_number=self._sent, **fields)
         self._sent += 1
         return event
 
-    def _render(self, change: BlockEvent) -> list[ResponseEvent]:
+    def _render(self, change: BlockEvent) -> list[StreamEvent]:
         """The events of a block's change: items hold parts, parts hold text."""
         block = change.block
         prefix, kind = _NAMES[block.kind]
@@ -361,14 +352,19 @@ def make_keeper(
     def keep(response: ResponseObject, failure: Failure | None) -> None:
         new = make_stored(body, response, tenant, ttl)
 
+        def extend(old: StoredObject) -> StoredObject:
+            joint = b"," if len(old.more) > 2 else b""
+            return msgspec.structs.replace(
+                old, expires=new.expires, more=old.more[:-1] + joint + new.more[1:]
+            )
+
         def end(old: StoredObject) -> StoredObject:
             same = {"created": old.created, "previous": old.previous}
             return msgspec.structs.replace(new, **same) if old.active else old
 
         well = response.status in ("completed", "incomplete")
         if conversation is not None and well:
-            items = _encode(make_items([*body.items, *response.output]))
-            store.submit(append_items, tenant, conversation, items, ttl)
+            store.submit(JobDatabase.change, "conversation", tenant, conversation, extend)
         if not body.background:
             if body.store and store.enabled and well:
                 store.submit(JobDatabase.put_response, new)
@@ -385,9 +381,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
 
     With `background`, the answer is made without a connection.
     """
-    state = http.scope["state"]
-    earlier: StoredObject | None = state.get("response")  # of a server that ended
-    asked: BackgroundRequest = state.get("background") or BackgroundRequest(msgspec.Raw(b"null"))
+    earlier: StoredObject | None = http.scope["state"].get("response")  # of a server that ended
     if body.background and not http.app.state.jobs.enabled:
         raise InvalidRequest(f"background: {STORES_NOTHING}", "background")
     stream = body.stream and earlier is None
@@ -402,45 +396,37 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
         stop=body.stop,
         logprobs=body.top,
     )
-    if isinstance(body.conversation, ConversationName) and asked.conversation is None:
-        new = ConversationBody()
-        asked.conversation = body.conversation.id or (await add_conversation(http, new)).id
-    conversation = await run_in_turn(http, partial(body.to_conversation, history, sees=engine.sees))
+    conversation_id = await find_conversation(body, http, earlier)
+    conversation = await run_in_turn(http, body.to_conversation, history, sees=engine.sees)
     session = await open_chat(engine, conversation, request)
     echoed = echo(body, body.model or loaded(engine)[0].name)
-    if asked.conversation is not None:
-        echoed["conversation"] = {"id": asked.conversation}
+    if conversation_id is not None:
+        echoed["conversation"] = {"id": conversation_id}
     renderer = ResponseRenderer(
         session.replies[0],
         request.id,
         echoed,
         body.top,
-        make_keeper(body, http, asked.conversation),
+        make_keeper(body, http, conversation_id),
         queued=body.background,
-        first=asked.attempt * ATTEMPT_EVENTS,
+        attempt=1 if earlier is None else earlier.active + 1,
     )
     if not body.background:
         return await renderer.respond(http, session, stream=stream)
-    log = await accept(http, session, renderer, asked, earlier, body.previous_response_id)
+    log = await accept(http, session, renderer, body.previous_response_id)
     return EventStream.follow(log) if stream else renderer.body()
 
 
 async def accept(
-    http: HttpRequest,
-    session: ChatSession,
-    renderer: ResponseRenderer,
-    asked: BackgroundRequest,
-    earlier: StoredObject | None,
-    previous: str | None,
+    http: HttpRequest, session: ChatSession, renderer: ResponseRenderer, previous: str | None
 ) -> AnswerLog:
     """Store the request of a background response, then let it go on without a connection. StorageFailed."""
     (store, tenant), app = get_jobs(http), http.app.state
-    asked.body = msgspec.Raw(await http.body())
-    response, more, expires = renderer.body(), _encode(asked), time.time() + app.response_ttl
-    record = _encode(response)
-    new = StoredObject(response.id, tenant, response.created_at, expires, True, record, more, previous)
+    response, asked, expires = renderer.body(), await http.body(), time.time() + app.response_ttl
+    attempt, record = renderer.attempt, _encode(response)
+    new = StoredObject(response.id, tenant, response.created_at, expires, attempt, record, asked, previous)
     try:
-        if earlier is None:
+        if attempt == 1:
             await store.run(JobDatabase.put_response, new)
         else:
             await store.run(JobDatabase.change, "response", tenant, new.id, lambda _: new)
@@ -448,9 +434,8 @@ async def accept(
         for each in session.streams:
             session.engine.cancel(each.request_id)
         raise
-    first = asked.attempt * ATTEMPT_EVENTS
     given = (app.logs, response.id, tenant, session.engine, session.streams, LINGER_S)
-    log = AnswerLog(*given, first=first, describe=renderer.body)
+    log = AnswerLog(*given, first=renderer.first, describe=renderer.body)
     log.start(renderer.chunks(session), http.scope)
     return log
 
@@ -461,7 +446,7 @@ async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
     history = await load_history(body, http)
-    conversation = await run_in_turn(http, partial(body.to_conversation, history, sees=engine.sees))
+    conversation = await run_in_turn(http, body.to_conversation, history, sees=engine.sees)
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 
@@ -510,20 +495,12 @@ async def cancel(response_id: str, http: HttpRequest) -> Response:
     return Response(stored.record, media_type=JSON)
 
 
-@responses.delete(f"{ROUTE}/{{response_id}}", DeletedResponse("resp_1"), errors=_NOT_FOUND)
-async def delete(response_id: str, http: HttpRequest) -> DeletedResponse:
+@responses.delete(f"{ROUTE}/{{response_id}}", DeletedObject("resp_1", "response"), errors=_NOT_FOUND)
+async def delete(response_id: str, http: HttpRequest) -> DeletedObject:
     """Forget a stored response; those that continue it cannot be continued any more."""
     store, tenant = get_jobs(http)
     await _stop(response_id, http)
     await store.run(JobDatabase.delete, "response", tenant, response_id)
     if (log := http.app.state.logs.get(tenant, response_id)) is not None:
         http.app.state.logs.remove(log)
-    return DeletedResponse(response_id)
-
-
-@responses.get(f"{ROUTE}/{{response_id:path}}", shown=False)
-@responses.delete(f"{ROUTE}/{{response_id:path}}", shown=False)
-@responses.post(f"{ROUTE}/{{response_id:path}}", shown=False)
-async def unsupported(response_id: str) -> Response:
-    """Compact, list input items."""
-    raise NotFound("this route does not exist: a stored response can be retrieved, cancelled and deleted")
+    return DeletedObject(response_id, "response")

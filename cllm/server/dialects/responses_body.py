@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body, Name, TokenLimit, about
+from cllm.server.body import Body, Metadata, Name, TokenLimit, about
 from cllm.server.dialects.openai import bodies
 from cllm.text.chat_format import Tool
 
@@ -220,7 +220,6 @@ class ConversationName(msgspec.Struct, Body, kw_only=True):
 
 
 Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
-Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
 class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
@@ -262,9 +261,7 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     store: Annotated[
         bool, about("Keep the response for `previous_response_id`, while there is room for it")
     ] = True
-    metadata: Annotated[
-        Metadata, about("Returned unchanged: up to 16 texts", {"order": "17"}, max_length=16)
-    ] = {}
+    metadata: Metadata = {}
     truncation: Annotated[
         Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
     ] = "disabled"

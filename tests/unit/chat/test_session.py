@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,20 +80,17 @@ def test_a_failing_request_raises_its_error(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": say("a", fails=True)}], max_tokens=4)
 
 
-def test_async_chats_are_the_same() -> None:
-    async def use() -> None:
-        async with make_llm(AsyncLLM, make_runner) as model:
-            check_parts(await model.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
-            chunks = [chunk async for chunk in model.chat(ask(SCRIPT), n=2, max_tokens=400, stream=True)]
-            assert chunks[-1].reply is not None and len(chunks[-1].reply.choices) == 2
-            assert {chunk.choice for chunk in chunks} == {0, 1}
-            with pytest.raises(InvalidRequest, match="tool_choice"):
-                await model.chat(ask("x"), tool_choice="required")
-            async for _ in model.stream(ask("x" * 300), max_tokens=400):
-                break
-            assert await model.generate("x", max_tokens=1)
-
-    asyncio.run(use())
+async def test_async_chats_are_the_same() -> None:
+    async with make_llm(AsyncLLM, make_runner) as model:
+        check_parts(await model.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
+        chunks = [chunk async for chunk in model.chat(ask(SCRIPT), n=2, max_tokens=400, stream=True)]
+        assert chunks[-1].reply is not None and len(chunks[-1].reply.choices) == 2
+        assert {chunk.choice for chunk in chunks} == {0, 1}
+        with pytest.raises(InvalidRequest, match="tool_choice"):
+            await model.chat(ask("x"), tool_choice="required")
+        async for _ in model.stream(ask("x" * 300), max_tokens=400):
+            break
+        assert await model.generate("x", max_tokens=1)
 
 
 AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

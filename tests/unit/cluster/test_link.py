@@ -44,54 +44,41 @@ async def settle(what: asyncio.Event | None = None) -> None:
         await (what.wait() if what is not None else asyncio.sleep(0.1))
 
 
-def test_messages_cross_after_the_handshake() -> None:
-    async def run() -> None:
-        replica, gateway = await connect(KEY)
-        await settle()
-        assert replica.opened == ["gate"] and gateway.opened == [""]
-        gateway.link.send(Cancel("r"))
-        replica.link.send(Draining())
-        await settle()
-        assert replica.received == [Cancel("r")] and gateway.received == [Draining()]
-        gateway.link.abort()
-        await settle(replica.lost)
-
-    asyncio.run(run())
+async def test_messages_cross_after_the_handshake() -> None:
+    replica, gateway = await connect(KEY)
+    await settle()
+    assert replica.opened == ["gate"] and gateway.opened == [""]
+    gateway.link.send(Cancel("r"))
+    replica.link.send(Draining())
+    await settle()
+    assert replica.received == [Cancel("r")] and gateway.received == [Draining()]
+    gateway.link.abort()
+    await settle(replica.lost)
 
 
-def test_without_the_key_nothing_opens() -> None:
-    async def run() -> None:
-        replica, gateway = await connect(b"other")
-        await settle(replica.lost)
-        await settle(gateway.lost)
-        assert replica.opened == gateway.opened == []
-
-    asyncio.run(run())
+async def test_without_the_key_nothing_opens() -> None:
+    replica, gateway = await connect(b"other")
+    await settle(replica.lost)
+    await settle(gateway.lost)
+    assert replica.opened == gateway.opened == []
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" * 100, b"\x04\x00\x00\x00oops", b""])
-def test_what_is_no_gateway_is_ended(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_no_gateway_is_ended(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "HANDSHAKE_S", 0.3)
-
-    async def run() -> None:
-        replica = End(ToReplica, KEY)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: replica.link, "127.0.0.1", 0)
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(data)
-        await settle(replica.lost)
-        assert replica.opened == []
-        writer.close()
-        server.close()
-
-    asyncio.run(run())
+    replica = End(ToReplica, KEY)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: replica.link, "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(data)
+    await settle(replica.lost)
+    assert replica.opened == []
+    writer.close()
+    server.close()
 
 
-def test_a_message_that_cannot_be_decoded_ends_the_link() -> None:
-    async def run() -> None:
-        replica, gateway = await connect(KEY)
-        await settle()
-        gateway.link.send(Draining())  # a replica is never sent that
-        await settle(replica.lost)
-
-    asyncio.run(run())
+async def test_a_message_that_cannot_be_decoded_ends_the_link() -> None:
+    replica, gateway = await connect(KEY)
+    await settle()
+    gateway.link.send(Draining())  # a replica is never sent that
+    await settle(replica.lost)

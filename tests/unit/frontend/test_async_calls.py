@@ -60,46 +60,34 @@ async def at_once() -> None:
     pass
 
 
-def test_the_answer_comes_however_late(engine: Engine) -> None:
-    async def scenario() -> None:
-        CALLER.set(Caller("alice", never))
-        asyncio.get_running_loop().call_later(0.05, engine.future.set_result, Text("done"))
-        assert await asyncio.wait_for(engine.run(), 10) == Text("done")
-        assert engine.tenants == ["alice"] and engine.aborted == []
-
-    asyncio.run(scenario())
+async def test_the_answer_comes_however_late(engine: Engine) -> None:
+    CALLER.set(Caller("alice", never))
+    asyncio.get_running_loop().call_later(0.05, engine.future.set_result, Text("done"))
+    assert await asyncio.wait_for(engine.run(), 10) == Text("done")
+    assert engine.tenants == ["alice"] and engine.aborted == []
 
 
-def test_a_client_that_leaves_drops_its_task(engine: Engine) -> None:
-    async def scenario() -> None:
-        CALLER.set(Caller("alice", at_once))
-        with pytest.raises(ClientGone):
-            await asyncio.wait_for(engine.run(), 10)
-        assert engine.aborted == [engine.future]
-        assert engine.future.cancelled()
-
-    asyncio.run(scenario())
+async def test_a_client_that_leaves_drops_its_task(engine: Engine) -> None:
+    CALLER.set(Caller("alice", at_once))
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(engine.run(), 10)
+    assert engine.aborted == [engine.future]
+    assert engine.future.cancelled()
 
 
-def test_a_cancelled_caller_drops_its_task(engine: Engine) -> None:
-    async def scenario() -> None:
-        CALLER.set(Caller())
-        running = asyncio.ensure_future(engine.run())
-        await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert engine.aborted == [engine.future]
-
-    asyncio.run(scenario())
+async def test_a_cancelled_caller_drops_its_task(engine: Engine) -> None:
+    CALLER.set(Caller())
+    running = asyncio.ensure_future(engine.run())
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert engine.aborted == [engine.future]
 
 
-def test_a_refusal_is_counted_and_raised(engine: Engine) -> None:
-    async def scenario() -> None:
-        CALLER.set(Caller("alice", never))
-        engine.future.set_exception(TokenizerBusy("later"))
-        with pytest.raises(TokenizerBusy):
-            await asyncio.wait_for(engine.run(), 10)
-        assert engine.counted == ["tokenizer_busy"] and engine.aborted == []
-
-    asyncio.run(scenario())
+async def test_a_refusal_is_counted_and_raised(engine: Engine) -> None:
+    CALLER.set(Caller("alice", never))
+    engine.future.set_exception(TokenizerBusy("later"))
+    with pytest.raises(TokenizerBusy):
+        await asyncio.wait_for(engine.run(), 10)
+    assert engine.counted == ["tokenizer_busy"] and engine.aborted == []

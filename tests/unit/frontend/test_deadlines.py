@@ -74,22 +74,19 @@ def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() 
     engine.stop()
 
 
-def test_on_an_event_loop_a_deadline_leaves_no_timer_behind() -> None:
-    async def run() -> None:
-        executor = ScriptedExecutor()
-        engine = EngineClient(executor)
-        engine.start(asyncio.get_running_loop())
-        await asyncio.sleep(0)
-        stream = engine.submit(request("late", 0.05), AsyncOutputStream)
-        in_time = engine.submit(request("in time", 3600.0), AsyncOutputStream)
-        handle = engine._queue.states["in time"].deadline
-        executor.say(last("in time"))
-        outputs = [output async for output in stream]
-        assert outputs[-1].error is not None and outputs[-1].error.code == "deadline_exceeded"
-        assert handle is not None and handle.cancelled() and in_time.finished
-        engine.stop()
-
-    asyncio.run(run())
+async def test_on_an_event_loop_a_deadline_leaves_no_timer_behind() -> None:
+    executor = ScriptedExecutor()
+    engine = EngineClient(executor)
+    engine.start(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    stream = engine.submit(request("late", 0.05), AsyncOutputStream)
+    in_time = engine.submit(request("in time", 3600.0), AsyncOutputStream)
+    handle = engine._queue.states["in time"].deadline
+    executor.say(last("in time"))
+    outputs = [output async for output in stream]
+    assert outputs[-1].error is not None and outputs[-1].error.code == "deadline_exceeded"
+    assert handle is not None and handle.cancelled() and in_time.finished
+    engine.stop()
 
 
 def test_an_endless_timeout_ends_no_later_one() -> None:

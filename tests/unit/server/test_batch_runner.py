@@ -83,90 +83,76 @@ async def add_batch(
     await store.run(JobDatabase.add, "batch", stored, 0, lines)
 
 
-def make_runner(store: JobStore, beside: int = 0, keys: str = "") -> CountedRunner:
-    config = ServerConfig(batch_beside=beside)
-    return CountedRunner(None, {}, store, None, KeyRing("", keys), config)  # type: ignore[arg-type]
+def make_runner(store: JobStore, keys: str = "") -> CountedRunner:
+    return CountedRunner(None, {}, store, None, KeyRing("", keys), ServerConfig())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("tenant", "window_s", "status"), [("key1", -1, "expired"), ("removed", 3600, "cancelled")]
 )
-def test_a_batch_ends_with_its_window_or_its_key(
+async def test_a_batch_ends_with_its_window_or_its_key(
     tenant: str, window_s: int, status: str, tmp_path: Path
 ) -> None:
-    async def check() -> None:
-        store = JobStore(tmp_path, 1 << 20)
-        line = {"custom_id": "left", "method": "POST", "url": ROUTE, "body": {}}
-        content = json.dumps(line).encode()
-        file = StoredObject("file-1", tenant, time.time())
-        await store.add_file(file, io.BytesIO(content), len(content))
-        await add_batch(store, "b", 1, tenant=tenant, window_s=window_s)
-        assert await make_runner(store, keys="one,two").look() == 0
-        ended = _decode((await store.run(JobDatabase.get, "batch", tenant, "b")).record)
-        assert ended.status == status and ended.error_file_id is not None
-        answer = json.loads(store.get_path(ended.error_file_id).read_text())
-        assert answer["custom_id"] == "left" and answer["error"]["code"] == f"batch_{status}"
-        store.close()
-
-    asyncio.run(check())
+    store = JobStore(tmp_path, 1 << 20)
+    line = {"custom_id": "left", "method": "POST", "url": ROUTE, "body": {}}
+    content = json.dumps(line).encode()
+    file = StoredObject("file-1", tenant, time.time())
+    await store.add_file(file, io.BytesIO(content), len(content))
+    await add_batch(store, "b", 1, tenant=tenant, window_s=window_s)
+    assert await make_runner(store, keys="one,two").look() == 0
+    ended = _decode((await store.run(JobDatabase.get, "batch", tenant, "b")).record)
+    assert ended.status == status and ended.error_file_id is not None
+    answer = json.loads(store.get_path(ended.error_file_id).read_text())
+    assert answer["custom_id"] == "left" and answer["error"]["code"] == f"batch_{status}"
+    store.close()
 
 
-def test_lines_of_another_model_have_its_slots(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = JobStore(tmp_path, 1 << 20)
-        await add_batch(store, "a", 20)
-        await add_batch(store, "b", 20, b'["other", null')
-        runner = make_runner(store)
-        assert await runner.look() == 2 * (SLOTS + SURPLUS)
-        runner.live = SLOTS
-        assert await runner.look() == SLOTS + SURPLUS
-        assert all(task.cancelled() for task in runner._works["a"].running)
-        for task in runner._works["b"].running:
-            task.cancel()
-        store.close()
-
-    asyncio.run(check())
+async def test_lines_of_another_model_have_its_slots(tmp_path: Path) -> None:
+    store = JobStore(tmp_path, 1 << 20)
+    await add_batch(store, "a", 20)
+    await add_batch(store, "b", 20, b'["other", null')
+    runner = make_runner(store)
+    assert await runner.look() == 2 * (SLOTS + SURPLUS)
+    runner.live = SLOTS
+    assert await runner.look() == SLOTS + SURPLUS
+    assert all(task.cancelled() for task in runner._works["a"].running)
+    for task in runner._works["b"].running:
+        task.cancel()
+    store.close()
 
 
-def test_a_cancelled_batch_starts_no_lines(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = JobStore(tmp_path, 1 << 20)
-        await add_batch(store, "b", 20)
-        runner = make_runner(store)
-        assert await runner.look() == SLOTS + SURPLUS
-        (work,) = runner._works.values()
-        batch = work.batch
-        batch.enter("cancelling")
-        work.stored = msgspec.structs.replace(work.stored, record=batches._encode(batch))
-        next(iter(work.running)).cancel()  # one has ended meanwhile
-        await asyncio.sleep(0)
-        assert await runner.look() == 0
-        store.close()
-
-    asyncio.run(check())
+async def test_a_cancelled_batch_starts_no_lines(tmp_path: Path) -> None:
+    store = JobStore(tmp_path, 1 << 20)
+    await add_batch(store, "b", 20)
+    runner = make_runner(store)
+    assert await runner.look() == SLOTS + SURPLUS
+    (work,) = runner._works.values()
+    batch = work.batch
+    batch.enter("cancelling")
+    work.stored = msgspec.structs.replace(work.stored, record=batches._encode(batch))
+    next(iter(work.running)).cancel()  # one has ended meanwhile
+    await asyncio.sleep(0)
+    assert await runner.look() == 0
+    store.close()
 
 
-@pytest.mark.parametrize("beside", [0, 1])
-def test_lines_leave_the_slots_to_live_requests(beside: int, tmp_path: Path) -> None:
-    async def check() -> None:
-        store = JobStore(tmp_path, 1 << 20)
-        await add_batch(store, "b", 20)
-        runner = make_runner(store, beside)
-        assert await runner.look() == SLOTS + SURPLUS
-        runner.live = 1
-        assert await runner.look() == SLOTS - 1  # one is given back, with those beyond the slots
-        runner.live = SLOTS + 2
-        assert await runner.look() == 0
-        runner.live = 1
-        assert await runner.look() == beside
-        runner._started_at -= 3600
-        assert await runner.look() == 1  # none starves
-        runner.live = 0
-        assert await runner.look() == SLOTS + SURPLUS
-        (work,) = runner._works.values()
-        assert {line.number for line in work.running.values()} == set(range(6))
-        for task in work.running:
-            task.cancel()
-        store.close()
-
-    asyncio.run(check())
+async def test_lines_leave_the_slots_to_live_requests(tmp_path: Path) -> None:
+    store = JobStore(tmp_path, 1 << 20)
+    await add_batch(store, "b", 20)
+    runner = make_runner(store)
+    assert await runner.look() == SLOTS + SURPLUS
+    runner.live = 1
+    assert await runner.look() == SLOTS - 1  # one is given back, with those beyond the slots
+    runner.live = SLOTS + 2
+    assert await runner.look() == 0
+    runner.live = 1
+    assert await runner.look() == 0
+    runner._started_at -= 3600
+    assert await runner.look() == 1  # none starves
+    runner.live = 0
+    assert await runner.look() == SLOTS + SURPLUS
+    (work,) = runner._works.values()
+    assert {line.number for line in work.running.values()} == set(range(6))
+    for task in work.running:
+        task.cancel()
+    store.close()

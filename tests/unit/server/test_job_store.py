@@ -28,8 +28,10 @@ from cllm.server.job_store import (
     JobDatabase,
     JobStore,
     LineCounts,
+    LineTokens,
     StoredObject,
     find_folder,
+    name_file,
 )
 
 Result = TypeVar("Result")
@@ -174,7 +176,7 @@ def test_a_full_disk_refuses_new_jobs_and_keeps_accepted_ones(
     with pytest.raises(StorageFailed, match="do not fit on the disk"):
         run(store.add_file(make("file-1"), io.BytesIO(b"abc"), 3))
     run(store.run(JobDatabase.add_answer, "batch-1", 1, b"{}", DONE))
-    assert run(store.run(JobDatabase.count_lines, "batch-1")) == LineCounts(1, 1, 0)
+    assert run(store.run(JobDatabase.count_lines, "batch-1")) == (LineCounts(1, 1, 0), LineTokens(0))
 
 
 def test_a_failed_commit_fails_its_calls_and_changes_nothing(tmp_path: Path) -> None:
@@ -201,23 +203,25 @@ def test_a_line_is_answered_once_and_the_files_are_written_from_the_rows(store: 
     assert [line.number for line in first] == [2, 4, 1]
     assert [line.number for line in run(store.run(JobDatabase.next_lines, "batch-1", first[-1], 9))] == [3]
     for answer in (b'{"first":1}', b'{"second":1}'):
-        run(store.run(JobDatabase.add_answer, "batch-1", 2, answer, DONE))
+        run(store.run(JobDatabase.add_answer, "batch-1", 2, answer, DONE, 7))
     run(store.run(JobDatabase.add_answer, "batch-1", 4, b'{"bad":1}', FAILED))
-    files = {state: msgspec.structs.replace(make(f"file-{state}"), record=b"{}") for state in (DONE, FAILED)}
 
-    def change(batch: StoredObject, counts: LineCounts) -> StoredObject:
-        assert counts == LineCounts(4, 1, 3)
+    def make_file(name: str, size: int) -> StoredObject:
+        return msgspec.structs.replace(make(name), record=b"%d" % size)
+
+    def change(batch: StoredObject, counts: LineCounts, tokens: LineTokens) -> StoredObject:
+        assert counts == LineCounts(4, 1, 3) and tokens == LineTokens(7)
         return msgspec.structs.replace(batch, active=False)
 
     batch = run(store.run(JobDatabase.get, "batch", "", "batch-1"))
-    run(store.run(JobDatabase.finish_batch, batch, files, change, lambda line: b'{"left":%d}' % line.number))
-    assert store.get_path(f"file-{DONE}").read_bytes() == b'{"first":1}\n'
-    assert store.get_path(f"file-{FAILED}").read_bytes() == b'{"left":1}\n{"left":3}\n{"bad":1}\n'
-    assert msgspec.json.decode(run(store.run(JobDatabase.get, "file", "", f"file-{DONE}")).record) == {
-        "bytes": 12
-    }
+    given = (batch, make_file, change, lambda line: b'{"left":%d}' % line.number)
+    run(store.run(JobDatabase.finish_batch, *given))
+    done, failed = (name_file("batch-1", state) for state in (DONE, FAILED))
+    assert store.get_path(done).read_bytes() == b'{"first":1}\n'
+    assert store.get_path(failed).read_bytes() == b'{"left":1}\n{"left":3}\n{"bad":1}\n'
+    assert run(store.run(JobDatabase.get, "file", "", done)).record == b"12"
     assert not run(store.run(JobDatabase.get, "batch", "", "batch-1")).active
-    assert run(store.run(JobDatabase.count_lines, "batch-1")) == LineCounts(0, 0, 0)
+    assert run(store.run(JobDatabase.count_lines, "batch-1"))[0] == LineCounts(0, 0, 0)
 
 
 KILLED = """
@@ -243,7 +247,7 @@ def test_a_kill_loses_no_accepted_line_and_no_answer(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, env=environment)
     assert ended.returncode == -9
     store = JobStore(tmp_path, 1 << 20)
-    assert run(store.run(JobDatabase.count_lines, "batch")) == LineCounts(100, 42, 0)
+    assert run(store.run(JobDatabase.count_lines, "batch"))[0] == LineCounts(100, 42, 0)
     assert [each.id for each in run(store.run(JobDatabase.list_active, "batch"))] == ["batch"]
     assert [line.number for line in run(store.run(JobDatabase.next_lines, "batch", None, 2))] == [42, 43]
     store.close()

@@ -20,7 +20,7 @@ from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
 from tests.driver.thread_engine import ThreadExecutor
-from tests.unit.server.test_sse import ROUTES, Client, run
+from tests.unit.server.test_sse import ROUTES, Client
 
 ERRORS = {
     "/v1/messages": b"event: error\ndata: ",
@@ -75,57 +75,48 @@ def make_app(loader: GatedLoader) -> tuple[Callable[..., Any], EngineRegistry]:
 
 @pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_stream_shows_life_while_its_model_is_loaded(
+async def test_a_stream_shows_life_while_its_model_is_loaded(
     path: str, body: dict[str, Any], first: bytes, fits: bool
 ) -> None:
-    async def scenario() -> None:
-        loader = GatedLoader(fits=fits)
-        app, registry = make_app(loader)
-        client = Client(path, {**body, "stream": True, "model": "two"})
-        asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
-        while client.data.count(b":\n\n") < 3:
-            await asyncio.sleep(0.005)
-        assert client.status == 200 and client.data.strip(b":\n") == b""
-        loader.gate.set()
-        await asked
-        if fits:
-            assert first in client.data and b"does not fit" not in client.data
-            assert registry.find("two").users == 0 and registry.find("two").loaded
-        else:
-            assert ERRORS.get(path, b'data: {"error"') in client.data
-            assert b"two does not fit: not enough memory" in client.data
-        await asyncio.to_thread(registry.stop)
-
-    run(scenario)
+    loader = GatedLoader(fits=fits)
+    app, registry = make_app(loader)
+    client = Client(path, {**body, "stream": True, "model": "two"})
+    asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
+    while client.data.count(b":\n\n") < 3:
+        await asyncio.sleep(0.005)
+    assert client.status == 200 and client.data.strip(b":\n") == b""
+    loader.gate.set()
+    await asked
+    if fits:
+        assert first in client.data and b"does not fit" not in client.data
+        assert registry.find("two").users == 0 and registry.find("two").loaded
+    else:
+        assert ERRORS.get(path, b'data: {"error"') in client.data
+        assert b"two does not fit: not enough memory" in client.data
+    await asyncio.to_thread(registry.stop)
 
 
-def test_a_client_that_leaves_while_a_model_is_loaded_is_not_waited_for() -> None:
-    async def scenario() -> None:
-        loader = GatedLoader(fits=True)
-        app, registry = make_app(loader)
-        client = Client("/generate", {"prompt": "x", "model": "one"})
-        asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
-        while not registry.default.waiters:
-            await asyncio.sleep(0.001)
-        client.left.set()
-        await asked
-        assert client.status == 499 and not registry.default.waiters
-        loader.gate.set()
-        while registry.default.loading is not None:
-            await asyncio.sleep(0.001)
-        assert not registry.default.loaded, "it was not needed any more"
-
-    run(scenario)
+async def test_a_client_that_leaves_while_a_model_is_loaded_is_not_waited_for() -> None:
+    loader = GatedLoader(fits=True)
+    app, registry = make_app(loader)
+    client = Client("/generate", {"prompt": "x", "model": "one"})
+    asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
+    while not registry.default.waiters:
+        await asyncio.sleep(0.001)
+    client.left.set()
+    await asked
+    assert client.status == 499 and not registry.default.waiters
+    loader.gate.set()
+    while registry.default.loading is not None:
+        await asyncio.sleep(0.001)
+    assert not registry.default.loaded, "it was not needed any more"
 
 
-def test_an_error_that_is_known_soon_has_its_status() -> None:
-    async def scenario() -> None:
-        loader = GatedLoader(fits=False)
-        loader.gate.set()
-        app, _ = make_app(loader)
-        for body, status in (({"model": "none"}, 404), ({"model": "two"}, 507)):
-            client = Client("/v1/completions", {"prompt": "x", **body})
-            await app(client.scope, client.receive, client.send)
-            assert client.status == status
-
-    run(scenario)
+async def test_an_error_that_is_known_soon_has_its_status() -> None:
+    loader = GatedLoader(fits=False)
+    loader.gate.set()
+    app, _ = make_app(loader)
+    for body, status in (({"model": "none"}, 404), ({"model": "two"}, 507)):
+        client = Client("/v1/completions", {"prompt": "x", **body})
+        await app(client.scope, client.receive, client.send)
+        assert client.status == status

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cllm.server.dialects.conversations import decode_items
-from cllm.server.dialects.responses import EXAMPLE, make_stored
+from cllm.server.dialects.responses import EXAMPLE, decode_items, make_stored
 from cllm.server.dialects.responses_answer import (
     OutputCustomCall,
     OutputFunctionCall,

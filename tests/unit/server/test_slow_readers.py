@@ -26,54 +26,48 @@ def running(**options: Any) -> EngineClient:
     return EngineClient(ThreadExecutor(lambda _: FakeRunner(**options), EngineConfig()))
 
 
-def test_too_much_unread_ends_that_stream_alone() -> None:
-    async def run() -> None:
-        engine = running(sequences=2, cells=8192, step_s=0.0005)
-        engine.unread_limit = 5000
-        engine.start(asyncio.get_running_loop())
-        await asyncio.wrap_future(engine.loaded)
-        never_read = engine.submit(ask("never read", 4000), AsyncOutputStream)
-        other = engine.submit(ask("other", 300), AsyncOutputStream)
-        text = "".join([delta.text async for delta in other])
-        assert text == expected_text(b"other", 300, ends=False)
-        while not never_read.finished:
-            await asyncio.sleep(0.01)
-        left = [delta async for delta in never_read]
-        assert left[-1].error is not None and left[-1].error.code == "slow_reader"
-        assert sum(len(delta.text) for delta in left) < 1100, "five bytes for each token"
-        assert engine.metrics.slow_readers._value.get() == 1
-        snapshot = await asyncio.wrap_future(engine.inspect())
-        assert (snapshot.leases, snapshot.cells_used) == ((), 0)
-        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
-
-    asyncio.run(run())
+async def test_too_much_unread_ends_that_stream_alone() -> None:
+    engine = running(sequences=2, cells=8192, step_s=0.0005)
+    engine.unread_limit = 5000
+    engine.start(asyncio.get_running_loop())
+    await asyncio.wrap_future(engine.loaded)
+    never_read = engine.submit(ask("never read", 4000), AsyncOutputStream)
+    other = engine.submit(ask("other", 300), AsyncOutputStream)
+    text = "".join([delta.text async for delta in other])
+    assert text == expected_text(b"other", 300, ends=False)
+    while not never_read.finished:
+        await asyncio.sleep(0.01)
+    left = [delta async for delta in never_read]
+    assert left[-1].error is not None and left[-1].error.code == "slow_reader"
+    assert sum(len(delta.text) for delta in left) < 1100, "five bytes for each token"
+    assert engine.metrics.slow_readers._value.get() == 1
+    snapshot = await asyncio.wrap_future(engine.inspect())
+    assert (snapshot.leases, snapshot.cells_used) == ((), 0)
+    await asyncio.get_running_loop().run_in_executor(None, engine.stop)
 
 
-def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
-    async def run() -> None:
-        engine = running(step_s=0.002)
-        engine.start(asyncio.get_running_loop())
-        await asyncio.wrap_future(engine.loaded)
-        stream = engine.submit(ask("stuck", 1000), AsyncOutputStream)
-        sent: list[dict[str, Any]] = []
+async def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
+    engine = running(step_s=0.002)
+    engine.start(asyncio.get_running_loop())
+    await asyncio.wrap_future(engine.loaded)
+    stream = engine.submit(ask("stuck", 1000), AsyncOutputStream)
+    sent: list[dict[str, Any]] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-            if len(sent) > 3:
-                await asyncio.Event().wait()  # as uvicorn does while the socket takes no more
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.Event().wait()  # as uvicorn does while the socket takes no more
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
+    async def receive() -> Any:
+        await asyncio.Event().wait()
 
-        state = SimpleNamespace(state=SimpleNamespace(slow_reader_s=0.3, reconnect_s=0.0))
-        response = EventStream(engine, [stream], events(stream))
-        async with asyncio.timeout(30):
-            await response({"type": "http", "app": state}, receive, send)
-        assert len(sent) == 4
-        assert engine.metrics.slow_readers._value.get() == 1
-        async with asyncio.timeout(30):
-            last = [delta async for delta in stream][-1]
-        assert last.finish_reason is FinishReason.CANCELLED
-        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
-
-    asyncio.run(run())
+    state = SimpleNamespace(state=SimpleNamespace(slow_reader_s=0.3, reconnect_s=0.0))
+    response = EventStream(engine, [stream], events(stream))
+    async with asyncio.timeout(30):
+        await response({"type": "http", "app": state}, receive, send)
+    assert len(sent) == 4
+    assert engine.metrics.slow_readers._value.get() == 1
+    async with asyncio.timeout(30):
+        last = [delta async for delta in stream][-1]
+    assert last.finish_reason is FinishReason.CANCELLED
+    await asyncio.get_running_loop().run_in_executor(None, engine.stop)

@@ -104,49 +104,37 @@ class Client:
         await app(self.scope, self.receive, self.send)
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(limited())
+@pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])
+async def test_a_stream_begins_before_anything_is_computed(
+    path: str, body: dict[str, Any], first: bytes
+) -> None:
+    gate = threading.Event()
+    async with engine_of(GatedRunner(gate)) as engine:
+        client = Client(path, {**body, "stream": True})
+        asked = asyncio.ensure_future(client.ask(engine))
+        await client.got.wait()
+        assert client.status == 200 and first in client.data
+        assert not gate.is_set()
+        begun = len(client.data)
+        gate.set()
+        await asked
+        assert len(client.data) > begun + 20
 
 
 @pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])
-def test_a_stream_begins_before_anything_is_computed(path: str, body: dict[str, Any], first: bytes) -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        async with engine_of(GatedRunner(gate)) as engine:
-            client = Client(path, {**body, "stream": True})
-            asked = asyncio.ensure_future(client.ask(engine))
-            await client.got.wait()
-            assert client.status == 200 and first in client.data
-            assert not gate.is_set()
-            begun = len(client.data)
-            gate.set()
-            await asked
-            assert len(client.data) > begun + 20
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])
-def test_what_is_known_at_once_keeps_its_status(path: str, body: dict[str, Any], first: bytes) -> None:
-    async def scenario() -> None:
-        async with engine_of(GatedRunner(threading.Event())) as engine:
-            wrong = {**body, "stream": True, "temperature": "hot"}
-            long = {name: _lengthen(value) for name, value in body.items()}
-            for given, status in ((wrong, 400), ({**long, "stream": True}, 400)):
-                client = Client(path, given)
-                await client.ask(engine)
-                assert client.status == status, client.data
-            assert engine.requests == ()
-            engine.drain()
-            client = Client(path, {**body, "stream": True})
+async def test_what_is_known_at_once_keeps_its_status(path: str, body: dict[str, Any], first: bytes) -> None:
+    async with engine_of(GatedRunner(threading.Event())) as engine:
+        wrong = {**body, "stream": True, "temperature": "hot"}
+        long = {name: _lengthen(value) for name, value in body.items()}
+        for given, status in ((wrong, 400), ({**long, "stream": True}, 400)):
+            client = Client(path, given)
             await client.ask(engine)
-            assert client.status == 503
-
-    run(scenario)
+            assert client.status == status, client.data
+        assert engine.requests == ()
+        engine.drain()
+        client = Client(path, {**body, "stream": True})
+        await client.ask(engine)
+        assert client.status == 503
 
 
 def _lengthen(value: Any) -> Any:
@@ -156,41 +144,34 @@ def _lengthen(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("path", "body", "first"), ROUTES, ids=[path for path, *_ in ROUTES])
-def test_a_later_failure_is_an_event(path: str, body: dict[str, Any], first: bytes) -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        async with engine_of(GatedRunner(gate, fails=True)) as engine:
-            client = Client(path, {**body, "stream": True})
-            asked = asyncio.ensure_future(client.ask(engine))
-            await client.got.wait()
-            gate.set()
-            await asked
-            assert client.status == 200 and b'"error"' in client.data
-
-    run(scenario)
+async def test_a_later_failure_is_an_event(path: str, body: dict[str, Any], first: bytes) -> None:
+    gate = threading.Event()
+    async with engine_of(GatedRunner(gate, fails=True)) as engine:
+        client = Client(path, {**body, "stream": True})
+        asked = asyncio.ensure_future(client.ask(engine))
+        await client.got.wait()
+        gate.set()
+        await asked
+        assert client.status == 200 and b'"error"' in client.data
 
 
 @pytest.mark.parametrize(
     ("path", "beat"),
     [("/v1/chat/completions", b":\n\n"), ("/v1/messages", b'event: ping\ndata: {"type":"ping"}\n\n')],
 )
-def test_a_silent_stream_beats(path: str, beat: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_beats(path: str, beat: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "BEAT_S", 0.02)
-
-    async def scenario() -> None:
-        gate = threading.Event()
-        async with engine_of(GatedRunner(gate)) as engine:
-            client = Client(path, {"messages": MESSAGES, "max_tokens": 4, "stream": True})
-            asked = asyncio.ensure_future(client.ask(engine))
-            while client.data.count(beat) < 4:
-                await asyncio.sleep(0.01)
-            gate.set()
-            await asked
-            ended = client.data
-            await asyncio.sleep(0.05)
-            assert client.data == ended and not ended.endswith(beat)
-
-    run(scenario)
+    gate = threading.Event()
+    async with engine_of(GatedRunner(gate)) as engine:
+        client = Client(path, {"messages": MESSAGES, "max_tokens": 4, "stream": True})
+        asked = asyncio.ensure_future(client.ask(engine))
+        while client.data.count(beat) < 4:
+            await asyncio.sleep(0.01)
+        gate.set()
+        await asked
+        ended = client.data
+        await asyncio.sleep(0.05)
+        assert client.data == ended and not ended.endswith(beat)
 
 
 def make_response(engine: EngineClient, pieces: Sequence[bytes], gap_s: float) -> sse.EventStream:
@@ -213,151 +194,124 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-def test_a_stream_that_flows_does_not_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_flows_does_not_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "BEAT_S", 1.0)  # far more than a gap, even where the machine is busy
+    async with engine_of(FakeRunner()) as engine:
+        sent: list[bytes] = []
 
-    async def scenario() -> None:
-        async with engine_of(FakeRunner()) as engine:
-            sent: list[bytes] = []
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b"head"))
 
-            async def send(message: Any) -> None:
-                sent.append(message.get("body", b"head"))
-
-            await make_response(engine, [b"x"] * 50, 0.03)(scope_of(30.0), never, send)
-            assert sent == [b"head", *[b"x"] * 50, b""]
-
-    run(scenario)
+        await make_response(engine, [b"x"] * 50, 0.03)(scope_of(30.0), never, send)
+        assert sent == [b"head", *[b"x"] * 50, b""]
 
 
-def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beat that the socket does not take yet holds the end back: nothing is written after the end."""
     monkeypatch.setattr(sse, "BEAT_S", 0.02)
+    async with engine_of(FakeRunner()) as engine:
+        sent: list[bytes] = []
+        beating, produced = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        async with engine_of(FakeRunner()) as engine:
-            sent: list[bytes] = []
-            beating, produced = asyncio.Event(), asyncio.Event()
+        async def produce() -> AsyncIterator[bytes]:
+            await beating.wait()
+            produced.set()
+            yield b"x"
 
-            async def produce() -> AsyncIterator[bytes]:
-                await beating.wait()
-                produced.set()
-                yield b"x"
+        async def send(message: Any) -> None:
+            body = message.get("body", b"head")
+            if body == COMMENT:
+                beating.set()
+                await produced.wait()
+                await asyncio.sleep(0.1)
+            sent.append(body)
 
-            async def send(message: Any) -> None:
-                body = message.get("body", b"head")
-                if body == COMMENT:
-                    beating.set()
-                    await produced.wait()
-                    await asyncio.sleep(0.1)
-                sent.append(body)
-
-            response = sse.EventStream(engine, [AsyncOutputStream("x")], produce())
-            await response(scope_of(30.0), never, send)
-            assert sent == [b"head", COMMENT, b"x", b""]
-
-    run(scenario)
+        response = sse.EventStream(engine, [AsyncOutputStream("x")], produce())
+        await response(scope_of(30.0), never, send)
+        assert sent == [b"head", COMMENT, b"x", b""]
 
 
-def test_a_client_that_takes_no_beat_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_no_beat_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "BEAT_S", 0.02)
+    async with engine_of(FakeRunner()) as engine:
 
-    async def scenario() -> None:
-        async with engine_of(FakeRunner()) as engine:
+        async def send(message: Any) -> None:
+            if message.get("body") == COMMENT:
+                await asyncio.Event().wait()
 
-            async def send(message: Any) -> None:
-                if message.get("body") == COMMENT:
-                    await asyncio.Event().wait()
-
-            await make_response(engine, [b"x"], 30.0)(scope_of(0.1), never, send)
-            assert engine.metrics.slow_readers._value.get() == 1
-
-    run(scenario)
+        await make_response(engine, [b"x"], 30.0)(scope_of(0.1), never, send)
+        assert engine.metrics.slow_readers._value.get() == 1
 
 
-def test_a_failure_that_is_there_already_keeps_its_status() -> None:
-    async def scenario() -> None:
-        async with engine_of(FakeRunner()) as engine:
-            stream = AsyncOutputStream("x")
-            failure = Failure(DeadlineExceeded.code, "too late")
-            stream.push(RequestOutput(request_id="x", finish_reason=FinishReason.ERROR, error=failure))
-            statuses: list[int] = []
+async def test_a_failure_that_is_there_already_keeps_its_status() -> None:
+    async with engine_of(FakeRunner()) as engine:
+        stream = AsyncOutputStream("x")
+        failure = Failure(DeadlineExceeded.code, "too late")
+        stream.push(RequestOutput(request_id="x", finish_reason=FinishReason.ERROR, error=failure))
+        statuses: list[int] = []
 
-            async def send(message: Any) -> None:
-                statuses.extend([message["status"]] if "status" in message else [])
+        async def send(message: Any) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
 
-            scope = {**scope_of(30.0), "state": {"dialect": cllm}}
-            await sse.EventStream(engine, [stream], events(stream))(scope, never, send)
-            assert statuses == [504]
-
-    run(scenario)
+        scope = {**scope_of(30.0), "state": {"dialect": cllm}}
+        await sse.EventStream(engine, [stream], events(stream))(scope, never, send)
+        assert statuses == [504]
 
 
-def test_leaving_before_the_first_token_cancels() -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        async with engine_of(GatedRunner(gate)) as engine:
-            client = Client("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "stream": True})
-            asked = asyncio.ensure_future(client.ask(engine))
-            await client.got.wait()
-            client.left.set()
-            await asked
-            gate.set()
-            while engine.requests:
-                await asyncio.sleep(0.005)
-
-    run(scenario)
+async def test_leaving_before_the_first_token_cancels() -> None:
+    gate = threading.Event()
+    async with engine_of(GatedRunner(gate)) as engine:
+        client = Client("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "stream": True})
+        asked = asyncio.ensure_future(client.ask(engine))
+        await client.got.wait()
+        client.left.set()
+        await asked
+        gate.set()
+        while engine.requests:
+            await asyncio.sleep(0.005)
 
 
-def test_requests_of_several_choices_begin_at_once() -> None:
-    async def scenario() -> None:
-        gate = threading.Event()
-        async with engine_of(GatedRunner(gate)) as engine:
-            body = {"messages": MESSAGES, "max_tokens": 4, "n": 3, "stream": True}
-            client = Client("/v1/chat/completions", body)
-            asked = asyncio.ensure_future(client.ask(engine))
-            while client.data.count(b'"role":"assistant"') < 3:
-                await asyncio.sleep(0.005)
-            gate.set()
-            await asked
-            assert client.data.endswith(DONE)
-
-    run(scenario)
+async def test_requests_of_several_choices_begin_at_once() -> None:
+    gate = threading.Event()
+    async with engine_of(GatedRunner(gate)) as engine:
+        body = {"messages": MESSAGES, "max_tokens": 4, "n": 3, "stream": True}
+        client = Client("/v1/chat/completions", body)
+        asked = asyncio.ensure_future(client.ask(engine))
+        while client.data.count(b'"role":"assistant"') < 3:
+            await asyncio.sleep(0.005)
+        gate.set()
+        await asked
+        assert client.data.endswith(DONE)
 
 
-def test_the_sdks_read_a_stream_with_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sdks_read_a_stream_with_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "BEAT_S", 0.01)
+    runner = FakeRunner(chat_template=CHAT_TEMPLATE, step_s=0.04)
+    async with engine_of(runner) as engine:
+        app = create_app(engine, ServerConfig())
+        raw: list[bytes] = []
 
-    async def scenario() -> None:
-        runner = FakeRunner(chat_template=CHAT_TEMPLATE, step_s=0.04)
-        async with engine_of(runner) as engine:
-            app = create_app(engine, ServerConfig())
-            raw: list[bytes] = []
+        async def record(response: Any) -> None:
+            raw.append(await response.aread())
 
-            async def record(response: Any) -> None:
-                raw.append(await response.aread())
-
-            hooks: Any = {"response": [record]}
-            http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), event_hooks=hooks)
-            by_openai = openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http)
-            asked: Any = {"model": "any", "messages": MESSAGES, "max_tokens": 6, "seed": 1}
-            chunks = await by_openai.chat.completions.create(**asked, stream=True)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
-            events = await by_openai.responses.create(
-                model="any", input="hello", max_output_tokens=6, stream=True
-            )
-            kinds = [event.type async for event in events]
-            other = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), event_hooks=hooks)
-            by_anthropic = anthropic.AsyncAnthropic(
-                base_url="http://127.0.0.1", api_key="x", http_client=other
-            )
-            async with by_anthropic.messages.stream(
-                model="any", messages=asked["messages"], max_tokens=6, extra_body={"seed": 1}
-            ) as stream:
-                message = await stream.get_final_message()
-            assert len(text) == 6 and message.content[0].text == text  # type: ignore[union-attr]
-            assert kinds[0] == "response.created"
-            assert kinds[-1] in ("response.completed", "response.incomplete")
-            assert all(b"\n\n:\n\n" in got for got in raw[:2])
-            assert raw[2].count(b"event: ping") > 2
-
-    run(scenario)
+        hooks: Any = {"response": [record]}
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), event_hooks=hooks)
+        by_openai = openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="x", http_client=http)
+        asked: Any = {"model": "any", "messages": MESSAGES, "max_tokens": 6, "seed": 1}
+        chunks = await by_openai.chat.completions.create(**asked, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        events = await by_openai.responses.create(
+            model="any", input="hello", max_output_tokens=6, stream=True
+        )
+        kinds = [event.type async for event in events]
+        other = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), event_hooks=hooks)
+        by_anthropic = anthropic.AsyncAnthropic(base_url="http://127.0.0.1", api_key="x", http_client=other)
+        async with by_anthropic.messages.stream(
+            model="any", messages=asked["messages"], max_tokens=6, extra_body={"seed": 1}
+        ) as stream:
+            message = await stream.get_final_message()
+        assert len(text) == 6 and message.content[0].text == text  # type: ignore[union-attr]
+        assert kinds[0] == "response.created"
+        assert kinds[-1] in ("response.completed", "response.incomplete")
+        assert all(b"\n\n:\n\n" in got for got in raw[:2])
+        assert raw[2].count(b"event: ping") > 2

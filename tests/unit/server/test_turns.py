@@ -42,19 +42,16 @@ def test_tenants_take_turns_and_a_waiter_that_leaves_gives_up_its_turn() -> None
     assert asyncio.run(run()) == ["a0", "b0", "c0", "a2", "b1", "a3"]
 
 
-def test_a_waiter_that_leaves_with_its_turn_passes_it_on() -> None:
-    async def run() -> None:
-        turns = TenantTurns()
-        async with turns.hold("a"):
-            waiter = asyncio.ensure_future(turns.hold("b").__aenter__())
-            await settle()
-        waiter.cancel()  # the turn is its own already
-        with pytest.raises(asyncio.CancelledError):
-            await waiter
-        async with asyncio.timeout(5), turns.hold("c"):
-            pass
-
-    asyncio.run(run())
+async def test_a_waiter_that_leaves_with_its_turn_passes_it_on() -> None:
+    turns = TenantTurns()
+    async with turns.hold("a"):
+        waiter = asyncio.ensure_future(turns.hold("b").__aenter__())
+        await settle()
+    waiter.cancel()  # the turn is its own already
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    async with asyncio.timeout(5), turns.hold("c"):
+        pass
 
 
 @pytest.mark.parametrize(("size", "apart"), [(LARGE_BODY - 1, False), (LARGE_BODY, True)])

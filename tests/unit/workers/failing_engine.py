@@ -27,5 +27,5 @@ def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mode
 
 
 if __name__ == "__main__":
-    tokenizer = TokenizerWorker(FakeVocabulary(), None)
-    sys.exit(main(sys.argv[1:], make_runner, lambda channel, _: answer_tasks(channel, tokenizer)))
+    given = TokenizerWorker(FakeVocabulary(), None).perform, FakeVocabulary.bound
+    sys.exit(main(sys.argv[1:], make_runner, lambda channel, _: answer_tasks(channel, *given)))

@@ -7,9 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +18,7 @@ from starlette.responses import FileResponse, Response
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.limits import MAX_FILE_BYTES, MAX_UPLOADS, check
 from cllm.server.batches import BatchObject, Endpoint, FileObject, LineErrors, read_lines
-from cllm.server.body import Body, Name, about
+from cllm.server.body import Body, Metadata, Name, about
 from cllm.server.dialects.openai import openai
 from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObject
 
@@ -34,6 +32,7 @@ _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
 NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
 _decode_batch = msgspec.json.Decoder(BatchObject).decode
 _decode_file = msgspec.json.Decoder(FileObject).decode
+Listed = TypeVar("Listed", FileObject, BatchObject)
 
 
 class Expiry(msgspec.Struct, Body, kw_only=True):
@@ -56,10 +55,7 @@ class BatchBody(msgspec.Struct, Body, kw_only=True):
     output_expires_after: Annotated[
         Expiry | None, about("When the files of answers are deleted", {"seconds": 86400})
     ] = None
-    metadata: Annotated[
-        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-        about("Returned unchanged: up to 16 texts", {"night": "1"}, max_length=16),
-    ] = {}
+    metadata: Metadata = {}
 
     def __post_init__(self) -> None:
         if not WINDOW.fullmatch(self.completion_window) or not self.window_s:
@@ -72,25 +68,32 @@ class BatchBody(msgspec.Struct, Body, kw_only=True):
         return int(found[1]) * SECONDS[found[2]]
 
 
-class FileList(msgspec.Struct):
-    data: list[FileObject]
+class ObjectList(msgspec.Struct, Generic[Listed]):
+    """A page of a list."""
+
+    data: list[Listed]
     first_id: str | None
     last_id: str | None
     has_more: bool
     object: Literal["list"] = "list"
 
-
-class BatchList(msgspec.Struct):
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
+    @classmethod
+    def make(cls, data: list[Listed], *, more: bool = False) -> Self:
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data, first, last, more)
 
 
-class DeletedFile(msgspec.Struct):
+class FileList(ObjectList[FileObject]):
+    pass
+
+
+class BatchList(ObjectList[BatchObject]):
+    pass
+
+
+class DeletedObject(msgspec.Struct):
     id: str
-    object: Literal["file"] = "file"
+    object: str
     deleted: bool = True
 
 
@@ -134,26 +137,20 @@ def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def count_upload(uploads: Counter[str], tenant: str) -> Iterator[None]:
-    """Count an upload while its body is received. Raises RateLimited if a tenant has too many."""
-    if uploads[tenant] >= MAX_UPLOADS:
-        raise RateLimited(f"{MAX_UPLOADS} uploads at the same time", 1.0)
-    uploads[tenant] += 1
-    try:
-        yield
-    finally:
-        uploads[tenant] -= 1
-
-
 @openai.post("/v1/files", FILE, form=FORM, errors={507: FULL})
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)
     length = http.headers.get("content-length", "0")
     await store.run(JobDatabase.check, int(length) if re.fullmatch(NUMBER, length) else 0, tenant)
-    with count_upload(http.app.state.uploads, tenant):
+    uploads: Counter[str] = http.app.state.uploads  # whose bodies are being received
+    if uploads[tenant] >= MAX_UPLOADS:
+        raise RateLimited(f"{MAX_UPLOADS} uploads at the same time", 1.0)
+    uploads[tenant] += 1
+    try:
         return await _receive_file(http, store, tenant)
+    finally:
+        uploads[tenant] -= 1
 
 
 async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> FileObject:
@@ -184,7 +181,7 @@ async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> File
     return new
 
 
-@openai.get("/v1/files", FileList([FILE], "file-1", "file-1", False))
+@openai.get("/v1/files", FileList.make([FILE]))
 async def list_files(http: HttpRequest) -> FileList:
     """List the files, the newest first."""
     store, tenant = get_jobs(http)
@@ -192,12 +189,7 @@ async def list_files(http: HttpRequest) -> FileList:
     more: Any = {"oldest": oldest, "purpose": purpose}
     found = await store.run(JobDatabase.list_objects, "file", tenant, limit + 1, after, **more)
     data = [_decode_file(each.record) for each in found[:limit]]
-    return FileList(data, *get_ends([each.id for each in data]), len(found) > limit)
-
-
-def get_ends(ids: list[str]) -> tuple[str | None, str | None]:
-    """The first and the last id of a page."""
-    return (ids[0], ids[-1]) if ids else (None, None)
+    return FileList.make(data, more=len(found) > limit)
 
 
 @openai.get("/v1/files/{file_id}", FILE, errors=_NO_FILE)
@@ -215,8 +207,8 @@ async def get_content(file_id: str, http: HttpRequest) -> Response:
     return FileResponse(store.get_path(file_id), media_type="application/octet-stream")
 
 
-@openai.delete("/v1/files/{file_id}", DeletedFile("file-1"), errors=_NO_FILE)
-async def delete_file(file_id: str, http: HttpRequest) -> DeletedFile:
+@openai.delete("/v1/files/{file_id}", DeletedObject("file-1", "file"), errors=_NO_FILE)
+async def delete_file(file_id: str, http: HttpRequest) -> DeletedObject:
     """Delete a file, unless a batch that runs reads it."""
     store, tenant = get_jobs(http)
 
@@ -227,7 +219,7 @@ async def delete_file(file_id: str, http: HttpRequest) -> DeletedFile:
         database.delete("file", tenant, file_id)
 
     await store.run(delete)
-    return DeletedFile(file_id)
+    return DeletedObject(file_id, "file")
 
 
 # Batches ----------------------------------------------------------------------------------------------
@@ -282,19 +274,18 @@ async def _describe(store: JobStore, stored: StoredObject) -> BatchObject:
     """A batch with the counts of its lines."""
     batch = _decode_batch(stored.record)
     if stored.active:
-        batch.request_counts = await store.run(JobDatabase.count_lines, stored.id)
-        batch.usage = await store.run(JobDatabase.count_tokens, stored.id)
+        batch.request_counts, batch.usage = await store.run(JobDatabase.count_lines, stored.id)
     return batch
 
 
-@openai.get("/v1/batches", BatchList([BATCH], "batch_1", "batch_1", False))
+@openai.get("/v1/batches", BatchList.make([BATCH]))
 async def list_batches(http: HttpRequest) -> BatchList:
     """List the batches, the newest first."""
     store, tenant = get_jobs(http)
     limit, after, oldest = read_page(http, 20)
     found = await store.run(JobDatabase.list_objects, "batch", tenant, limit + 1, after, oldest=oldest)
     data = [await _describe(store, each) for each in found[:limit]]
-    return BatchList(data, *get_ends([each.id for each in data]), len(found) > limit)
+    return BatchList.make(data, more=len(found) > limit)
 
 
 @openai.get("/v1/batches/{batch_id}", BATCH, errors=_NO_BATCH)

@@ -297,9 +297,8 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
         logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
     )
-    session = await open_chat(
-        engine, await run_in_turn(http, partial(body.conversation, sees=engine.sees)), request, body.n
-    )
+    conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
+    session = await open_chat(engine, conversation, request, body.n)
     name = body.model or loaded(engine)[0].name
     head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": name}
     renderer = ChatCompletionRenderer(body, head)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.server.answer_log import NO_STREAM
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.chat import EXAMPLE_EVENTS
+from cllm.server.dialects.operation import CancelledResponse
 from cllm.server.sse import resume_stream
 
 _NOT_FOUND = {404: ("not_found", NO_STREAM, "No such stream, or none any more")}
-
-
-class StreamCancelled(msgspec.Struct, frozen=True):
-    """The stream whose answer was cancelled."""
-
-    cancelled: str
 
 
 @openai.get("/v1/streams/{stream_id}", None, events=EXAMPLE_EVENTS, errors=_NOT_FOUND)
@@ -29,8 +23,8 @@ async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
     return resume_stream(http, stream_id)
 
 
-@openai.delete("/v1/streams/{stream_id}", StreamCancelled("chatcmpl-1"), errors=_NOT_FOUND)
-async def cancel_stream(stream_id: str, http: HttpRequest) -> StreamCancelled:
+@openai.delete("/v1/streams/{stream_id}", CancelledResponse("chatcmpl-1"), errors=_NOT_FOUND)
+async def cancel_stream(stream_id: str, http: HttpRequest) -> CancelledResponse:
     """Cancel the answer of a stream."""
     http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id)[0].cancel()
-    return StreamCancelled(stream_id)
+    return CancelledResponse(stream_id)
