@@ -165,9 +165,9 @@ async def find_conversation(
         return None
     if body.conversation.id is not None:
         return body.conversation.id
-    (store, tenant), now = get_jobs(http), time.time()
-    expires = now + http.app.state.response_ttl
-    new = StoredObject(f"conv_{uuid.uuid4().hex}", tenant, now, expires, more=b"[]")
+    (store, tenant), created = get_jobs(http), time.time()
+    expires = created + http.app.state.response_ttl
+    new = StoredObject(f"conv_{uuid.uuid4().hex}", tenant, created, expires, more=b"[]")
     await store.run(JobDatabase.add, "conversation", new)
     return new.id
 
