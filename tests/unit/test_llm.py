@@ -353,9 +353,9 @@ def test_every_use_opens_an_async_model() -> None:
     for call in (
         lambda llm: llm.generate("x", max_tokens=2),
         lambda llm: llm.chat("x", max_tokens=2),
-        lambda llm: llm.chat("x", max_tokens=2, stream=True),
-        lambda llm: llm.stream("x", max_tokens=2),
-        lambda llm: llm.stream(QUESTION, max_tokens=2),
+        lambda llm: llm.chat("x", max_tokens=8, temperature=0, ignore_eos=True, stream=True),
+        lambda llm: llm.stream("x", max_tokens=8, temperature=0, ignore_eos=True),
+        lambda llm: llm.stream(QUESTION, max_tokens=8, temperature=0, ignore_eos=True),
         lambda llm: llm.embed("x"),
     ):
         asyncio.run(use(call))
