@@ -265,6 +265,7 @@ class AsyncLLM:
                     atexit.register(self._stop_at_exit)
                     self._engine.start(loop)
                     self._loading = loop.create_task(self._load())
+                    self._loading.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await asyncio.shield(self._loading)
             except Exception:
                 await self.close()

@@ -130,7 +130,7 @@ class StepCostModel:
     """
 
     MAX_KINDS = 40
-    HALF_LIFE = 48  # steps after which one counts half
+    HALF_LIFE = 24  # steps after which one counts half
     MIN_WEIGHT = 0.02
     REFIT_AFTER = 16  # steps; fitting takes half a millisecond
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
@@ -229,7 +229,7 @@ class StepCostModel:
         shapes = np.array([sample.shape for sample in samples], float) / self.UNITS
         seconds = np.array([sample.seconds for sample in samples])
         ages = self._number - np.array([sample.number for sample in samples])
-        fresh = np.maximum(np.exp2(-ages / self.HALF_LIFE), self.MIN_WEIGHT)
+        fresh = np.sqrt(np.maximum(np.exp2(-ages / self.HALF_LIFE), self.MIN_WEIGHT))  # of squares
         weights = fresh / seconds  # errors count relative to the step, small steps as much as large ones
         found = np.zeros(len(self.UNITS))
         for _ in range(1 + 2):  # twice more, with what fits badly counting less

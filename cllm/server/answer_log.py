@@ -54,7 +54,7 @@ class AnswerLog:
         self.engine, self.streams = engine, streams
         self.ended = asyncio.Event()
         self.size = 0
-        self._logs, self._linger_s = logs, linger_s
+        self.logs, self._linger_s = logs, linger_s
         self._begin = self._first = first  # of all events, and of those that are kept
         self._events: list[bytes] = []
         self._grown = asyncio.Event()
@@ -96,14 +96,14 @@ class AnswerLog:
                 number = self._first + len(self._events)
                 self._events.append(b"id: %b.%d\n%b\n\n" % (self.id.encode(), number, event))
                 self.size += len(self._events[-1])
-        self._logs.size += self.size - before
-        if self.size > (MAX_LOG_BYTES if self._logs.make_room() else SMALL_BYTES):
+        self.logs.size += self.size - before
+        if self.size > (MAX_LOG_BYTES if self.logs.make_room() else SMALL_BYTES):
             half = (len(self._events) + 1) // 2
             dropped = sum(map(len, self._events[:half]))
             del self._events[:half]
             self._first += half
             self.size -= dropped
-            self._logs.size -= dropped
+            self.logs.size -= dropped
         self._grown.set()
         self._grown.clear()
 
@@ -144,7 +144,7 @@ class AnswerLog:
 
     def _expire(self) -> None:
         if self.ended.is_set():
-            self._logs.remove(self)
+            self.logs.remove(self)
         else:
             self.cancel()
 
@@ -188,4 +188,4 @@ class AnswerLogs:
         if self._logs.get((old.tenant, old.id)) is old:
             del self._logs[old.tenant, old.id]
             self.size -= old.size
-            old.size = 0
+            old.logs = AnswerLogs()  # what it still records does not count here

@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cllm.backend.llama.library import load
 from cllm.backend.llama.runner import LlamaRunner
+from cllm.errors import LibraryError
 from tests.contract.sampler_draws import Logits
 from tests.driver.kinds import DENSE, open_runner
 from tests.driver.runner import native
+from tests.tiny_media import MAKERS, MediaModel
 from tests.tiny_models import VOCABULARY
 
 
@@ -25,3 +28,13 @@ def runner(models: dict[str, Path]) -> Iterator[LlamaRunner]:
 def logits() -> Logits:
     """A row as a model might give it."""
     return (np.random.default_rng(5).standard_normal(VOCABULARY) * 3).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
+    """A tiny model of each kind with its encoder, where the library has encoders."""
+    try:
+        load().load_media()
+    except LibraryError as error:
+        pytest.skip(str(error))
+    return MAKERS[request.param](tmp_path_factory.mktemp("media"))

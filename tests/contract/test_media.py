@@ -15,24 +15,15 @@ from cllm.backend.llama.media import MediaEncoder, Picture, PromptText, Rows, So
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
-from cllm.errors import InvalidRequest, LibraryError, ModelFileError, NotSupported
+from cllm.errors import InvalidRequest, ModelFileError, NotSupported
 from cllm.types import make_pseudo_ids
 from tests.driver.engine import StepDriver
 from tests.driver.media import compute, encode, make_picture, media_row, open_encoder, open_media_runner
 from tests.driver.runner import GREEDY
-from tests.tiny_media import MAKERS, MediaModel
+from tests.tiny_media import MediaModel
 
 TIE = 1e-4  # of logits of F32 sums in another order
 QUESTION = (" and this one? ", " Say which.")
-
-
-@pytest.fixture(scope="module", params=MAKERS)
-def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
-    try:
-        load().load_media()
-    except LibraryError as error:
-        pytest.skip(str(error))
-    return MAKERS[request.param](tmp_path_factory.mktemp("media"))
 
 
 @pytest.fixture(scope="module")

@@ -10,26 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backend.llama.library import load
 from cllm.backend.llama.media import Part, PromptText
 from cllm.config import EngineConfig
-from cllm.errors import InvalidRequest, LibraryError, ModelFileError
+from cllm.errors import InvalidRequest, ModelFileError
 from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.text.prompt import PromptParts
 from cllm.workers.executor import ProcessTokenizer
 from cllm.workers.supervisor import Backoff
 from tests.driver.media import make_file, make_picture, make_text, open_encoder
 from tests.driver.server import PATIENCE_S, find_workers, wait_for
-from tests.tiny_media import MAKERS, MediaModel
-
-
-@pytest.fixture(scope="module", params=MAKERS)
-def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
-    try:
-        load().load_media()
-    except LibraryError as error:
-        pytest.skip(str(error))
-    return MAKERS[request.param](tmp_path_factory.mktemp("media"))
+from tests.tiny_media import MediaModel
 
 
 @pytest.fixture(scope="module")

@@ -248,9 +248,9 @@ async def test_a_failed_load_reaches_the_call_after_a_cancelled_one(slow: SlowLo
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(llm.open(), 0.05)
     slow.finish.set()
-    await asyncio.wait([asyncio.wrap_future(llm._engine.loaded)])
-    with pytest.raises(ModelFileError, match="no such file"):
-        await llm.generate("x")
+    for call in (asyncio.wrap_future(llm._engine.loaded), llm.generate("x")):
+        with pytest.raises(ModelFileError, match="no such file"):
+            await call
 
 
 def test_threads_share_one_event_loop_from_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Returns:
         return self.clock
 
     def observe(self, used: int, tokens: int, *, returned: bool) -> None:
-        """A prefix of so many tokens, last used then, is used again or is lost."""
+        """A prefix of this many tokens, last used at this time, is used again or is lost."""
         last, length = self._age(used), tokens.bit_length()
         seen, found = self._seen[length], self._returned[length]
         for age in range(last + 1):
@@ -43,7 +43,7 @@ class Returns:
         self._chances.pop(length, None)
 
     def chance(self, used: int, tokens: int) -> float:
-        """The chance that a prefix of so many tokens, last used then, is used again."""
+        """The chance that a prefix of this many tokens, last used at this time, is used again."""
         length = tokens.bit_length()
         if (known := self._chances.get(length)) is None:
             ages = [1.0 - self._at(age, length) for age in range(self.MAX_AGE)]

@@ -177,7 +177,7 @@ class SlotChoice:
         self._free_since = {slot: self._free_since.get(slot, now) for slot in self._pool.free}
 
     def _gaps(self, steps: float, rows: int) -> Gaps:
-        """The price of gaps for a sequence that runs for so many steps, of so many rows.
+        """The price of gaps for a sequence that runs for this many steps, each of this many rows.
 
         A slot was free for the steps that were made, and for those that would have been, were there work.
         """

@@ -10,6 +10,7 @@ from cllm.core.step_cost import (
     REMEMBERED,
     StepCost,
     StepCostModel,
+    StepShape,
 )
 
 
@@ -184,3 +185,23 @@ def test_attention_to_a_long_context_counts_for_a_lone_row_and_is_fixed() -> Non
     before = model.decode_step_s(1, 5000, [0], 3)
     decode(5000, 1e-6)  # the same request takes the same steps from now on
     assert model.decode_step_s(1, 5000, [0], 3) == before
+
+
+H200_WARM_UP = (  # steps of a 0.6B model: ubatches, tokens of prompts, rows, pairs, milliseconds
+    (1, 49, 0, 1200, 25.5), (2, 48, 1, 1202, 10.9), (3, 193, 2, 4756, 16.8), (2, 192, 15, 4904, 15.8),
+    (4, 673, 10, 16672, 31.6), (3, 683, 35, 17848, 24.3), (5, 353, 57, 11784, 30.3),
+    (1, 0, 64, 3295, 7.7), (1, 0, 64, 3423, 6.5), (1, 0, 64, 3551, 6.2), (1, 0, 64, 3679, 6.3),
+    (1, 0, 63, 3742, 8.1), (1, 0, 59, 3549, 7.7), (1, 0, 44, 2517, 7.0), (1, 0, 28, 454, 6.3),
+    (5, 345, 1, 8556, 25.6),
+)  # fmt: skip
+
+
+def test_many_steps_alike_do_not_wash_out_what_a_row_costs() -> None:
+    model = StepCostModel(records=True)
+    for *shape, milliseconds in H200_WARM_UP:
+        model.observe_shape(StepShape(*map(int, shape)), milliseconds / 1e3)
+    for position in range(50, 560):
+        model.observe_shape(StepShape(1, 0, 8, 8.0 * position), 2.3e-3 + position * 4e-7)
+    model.observe_shape(StepShape(1, 0, 7, 3918), 4e-3)
+    assert model.step is not None
+    assert model.step.row == pytest.approx(80e-6, rel=0.25)

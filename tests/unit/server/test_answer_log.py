@@ -91,6 +91,15 @@ async def test_ended_answers_make_room_for_others(monkeypatch: pytest.MonkeyPatc
     assert logs.get("t", "a") is None and logs.get("t", "b") is None and logs.size <= 1000
 
 
+async def test_a_log_that_was_replaced_does_not_count() -> None:
+    logs = AnswerLogs()
+    old, new = Answer(logs), Answer(logs)
+    await old.end(EVENT % 0)
+    assert logs.size == 0
+    await new.end(EVENT % 0)
+    assert logs.size == new.log.size > 0
+
+
 async def test_an_answer_without_readers_is_cancelled_then_forgotten() -> None:
     answer = Answer(logs := AnswerLogs(), linger_s=0.01)
     answer.log.enter()
