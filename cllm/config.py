@@ -7,6 +7,7 @@ is written down once. `_rare` options are shown by `--help-all` only.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
@@ -23,6 +24,13 @@ LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank|none)?$"
 LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
 MODES = "^(none|layer|row)$"
+LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
+LOAD_MODE = rf"^(auto|none|mmap|mlock|mmap\+mlock|dio)$(?#one of {', '.join(LOAD_MODES)})"
+ROPE_SCALING = "^(none|linear|yarn)?$"
+OVERRIDE = (
+    r"^[\w.-]{1,127}=(int:-?\d{1,9}|float:-?\d+(\.\d+)?(e-?\d\d?)?|bool:(true|false)|str:[ -~]{0,127})$"
+    "(?#KEY=TYPE:VALUE with a type of int, float, bool or str, as tokenizer.ggml.add_bos_token=bool:false)"
+)
 SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$(?#a number for each GPU, as 3,1)"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
@@ -73,16 +81,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     offline: Annotated[bool, _option("Pull no model from a hub; use what is here.")] = False
     alias: Annotated[
-        str,
-        _option("The model's name in responses, and after commas more. Default: its file's.", metavar="NAME"),
+        str, _option("Name in responses, and after commas more. Default: the file's.", metavar="NAME")
     ] = ""
     tags: Annotated[str, _rare("Words about the model in /v1/models, comma-separated.", metavar="WORDS")] = ""
     adapter: Annotated[
         tuple[str, ...],
-        _option(
-            "LoRA adapter, served as MODEL:NAME; repeatable. A file, or one of a hub; SCALE is 1 by default.",
-            metavar="NAME=FILE[:SCALE]",
-        ),
+        _option("LoRA adapter (file, hub), served as MODEL:NAME; repeatable.", metavar="NAME=FILE[:SCALE]"),
     ] = ()
     apply_adapters: Annotated[
         bool, _rare("Compute requests that name no adapter with all of --adapter, as llama-server does.")
@@ -91,8 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _rare("Memory for adapters loaded at run time, MiB; the least recently used are unloaded.", 0)
     ] = 1024
     mmproj: Annotated[
-        str,
-        _rare("Multimodal projector, for pictures. Default: mmproj*.gguf beside the model.", metavar="FILE"),
+        str, _file("Multimodal projector. Default: mmproj*.gguf beside the model.", rare=True)
     ] = ""
     no_mmproj: Annotated[bool, _rare("Take no pictures, though there is an mmproj beside the model.")] = False
     chat_template: Annotated[
@@ -106,24 +109,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _rare("Parts of the layers that each GPU gets, as 3,1. Default: by free memory.", pattern=SPLIT)
     ] = ""
     split_mode: Annotated[
-        str,
-        _rare("Several GPUs: whole layers on each (layer), rows of each matrix (row), none.", pattern=MODES),
+        str, _rare("Several GPUs: whole layers on each (layer), rows of matrices (row), none.", pattern=MODES)
     ] = "layer"
     main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
     n_cpu_moe: Annotated[int, _rare("First layers whose experts (MoE) stay in host memory.", 0, 4096)] = 0
+    load_mode: Annotated[
+        str, _rare("Loading of the weights: mmap, none (a copy), mlock, mmap+mlock, dio.", pattern=LOAD_MODE)
+    ] = "auto"
+    override_kv: Annotated[
+        tuple[Annotated[str, Meta(pattern=OVERRIDE)], ...],
+        _rare("Metadata in place of the file's; repeatable.", metavar="KEY=TYPE:VALUE"),
+    ] = ()
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
-    poll: (
-        Annotated[int, _rare("Busy-waiting of idle threads. Default: 50; GPUs, several models: 0.", 0, 100)]
-        | None
-    ) = None
+    poll: Annotated[int, _rare("Busy-waiting. Default: 50; GPUs, several models: 0.", 0, 100)] | None = None
     flash_attention: Annotated[bool, _rare("Flash attention kernels.")] = True
-    extra_buffers: (
-        Annotated[bool, _rare("Repack weights for AMX and similar units. Default: if faster here.")] | None
-    ) = None
+    extra_buffers: Annotated[bool, _rare("Repack weights, as for AMX. Default: if faster.")] | None = None
     pooling: Annotated[
-        str,
-        _rare("Pooling of embeddings: mean, cls, last, rank, none. Default: the model's.", pattern=POOLING),
+        str, _rare("Embedding pooling: mean, cls, last, rank, none. Default: the model's.", pattern=POOLING)
     ] = ""
 
     parallel: Annotated[
@@ -146,29 +149,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)
     ] = 0
     max_itl_ms: Annotated[
-        int,
-        _rare(
-            "Upper limit of the inter-token latency where keeping the target would cost more than 3 % of "
-            "throughput, ms. 0: four times the default target, or the target itself if it was set.",
-            0,
-        ),
+        int, _rare("Limit where the target costs over 3 % of speed, ms. 0: it if set, or 4 × its default.", 0)
     ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
     cache_type_v: Annotated[
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
+    rope_scaling: Annotated[str, _rare("RoPE scaling: linear, yarn or none.", pattern=ROPE_SCALING)] = ""
+    rope_scale: Annotated[float, _rare("RoPE: context extension, as 4. 0: the model's.", 0, 1024)] = 0.0
+    rope_freq_base: Annotated[float, _rare("RoPE: base frequency. 0: the model's.", 0)] = 0.0
+    yarn_orig_ctx: Annotated[int, _rare("YaRN: context to extend. 0: the model's.", 0, 1 << 24)] = 0
+    yarn_ext_factor: Annotated[float, _rare("YaRN: part of extrapolation. -1: the model's.", -1, 1)] = -1.0
+    yarn_attn_factor: Annotated[float, _rare("YaRN: scale of attention. -1: the model's.", -1)] = -1.0
+    yarn_beta_fast: Annotated[float, _rare("YaRN: beta of fast dimensions. -1: the model's.", -1)] = -1.0
+    yarn_beta_slow: Annotated[float, _rare("YaRN: beta of slow dimensions. -1: the model's.", -1)] = -1.0
 
     prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, RAM, disk.")] = True
     cache_ram_mb: (
-        Annotated[
-            int,
-            _option(
-                "Host RAM for the prefix cache, MiB. 0: slots only. "
-                "Default: an eighth of the machine's memory.",
-                0,
-            ),
-        ]
+        Annotated[int, _option("RAM for the prefix cache, MiB. 0: slots only. Default: an eighth of all.", 0)]
         | None
     ) = None
     swap_space_mb: Annotated[
@@ -178,9 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, _option("Disk for the prefix cache, MiB. 0: off. Default: 4096, with keys 0.", 0)]
         | None
     ) = None
-    cache_dir: Annotated[
-        str, _folder("Folder of the disk cache. Default: that of all caches, ~/.cache/cllm.")
-    ] = ""
+    cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
@@ -189,14 +186,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_rollback: Annotated[
         int, _rare("Draft tokens that a hybrid model can take back; each takes one more state a slot.", 0, 64)
     ] = 0
-    draft_model: Annotated[
-        str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
-    ] = ""
+    draft_model: Annotated[str, _file("Draft model of the same vocabulary. Default: n-gram lookup.")] = ""
 
     @property
     def names(self) -> list[str]:
         """The names that `alias` gives the model. The first is the one in responses."""
         return split_list(self.alias)
+
+    @property
+    def metadata(self) -> dict[str, int | float | bool | str]:
+        """The model's metadata that `override_kv` replaces."""
+        types = {"int": int, "float": float, "str": str, "bool": bool}
+        parts = (re.split("[=:]", text, maxsplit=2) for text in self.override_kv)
+        return {key: msgspec.convert(value, types[kind], strict=False) for key, kind, value in parts}
+
+    @property
+    def rope_params(self) -> dict[str, float]:
+        """Fields of `llama_context_params` about RoPE; 0 and -1 leave one as the model has it."""
+        named = (name for name in self.__struct_fields__ if name.startswith(("rope_freq", "yarn")))
+        return {
+            "rope_scaling_type": ("", "none", "linear", "yarn").index(self.rope_scaling) - 1,
+            "rope_freq_scale": self.rope_scale and 1 / self.rope_scale,
+            **{name: getattr(self, name) for name in named},
+        }
+
+    def extend_context(self, trained: int, original: int) -> int:
+        """The context after RoPE scaling, in tokens, of a model whose own scaling extends `original` ones."""
+        factor = 1 if self.rope_scaling == "none" else self.rope_scale
+        return round((self.yarn_orig_ctx or original) * factor) if factor else trained
 
 
 class ClusterConfig(EngineConfig, frozen=True, kw_only=True):
@@ -265,18 +282,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
-    models_memory_mb: Annotated[
-        int, _option("Host memory of all loaded models together, MiB. 0: what is free at the start.", 0)
-    ] = 0
-    sleep_idle_s: Annotated[
-        float, _rare("Unload a model that is idle for this long, seconds. 0: never.", 0)
-    ] = 0.0
+    models_memory_mb: Annotated[int, _option("Memory of models, MiB. 0: what is free at the start.", 0)] = 0
+    sleep_idle_s: Annotated[float, _rare("Unload a model idle for this long, seconds. 0: never.", 0)] = 0.0
     job_store_mb: Annotated[
         int, _option("Disk for files, batches and responses, MiB, in equal parts for keys. 0: none.", 0)
     ] = 1024
-    response_ttl: Annotated[
-        float, _rare("Stored responses and batch outputs are kept for this long, seconds.", 1)
-    ] = 30 * 86400.0
+    response_ttl: Annotated[float, _rare("Lifetime of responses and batches, seconds.", 1)] = 30 * 86400.0
     state_dir: Annotated[
         str, _folder("Folder of files, batches, responses. Default: ~/.local/state/cllm/jobs-PORT.")
     ] = ""
@@ -284,10 +295,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _rare("Streams go on for this long after a lost connection, seconds.", 0, MAX_RECONNECT_S)
     ] = 0.0
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
-    max_body_mb: (
-        Annotated[int, _rare("Largest request body, MiB. Default: 8; 64 for a model with an mmproj.", 1)]
-        | None
-    ) = None
+    max_body_mb: Annotated[int, _rare("Largest body, MiB. Default: 8; with an mmproj 64.", 1)] | None = None
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32
     header_timeout_s: Annotated[float, _rare("Time limit to receive a header, seconds.", 0.1)] = 10.0
     body_timeout_s: Annotated[float, _rare("Time limit to receive a body, seconds.", 0.1)] = 30.0
@@ -306,10 +314,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     open_routes: Annotated[
         str,
-        _rare(
-            "Operators' routes for all clients: /metrics, /slots, /props; '-/slots': for none.",
-            metavar="PATHS",
-        ),
+        _rare("Routes for all clients: /metrics, /slots, /props; '-/slots': for none.", metavar="PATHS"),
     ] = ""
     defaults: Annotated[
         str, _option('Fields for requests that lack them, as JSON: {"temperature": 0.2}.', metavar="JSON")

@@ -107,12 +107,6 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
     return module.plan_module(backend, drivers, compiler)
 
 
-def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
-    """Build a GPU module, unless it is there."""
-    jobs = arguments.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[options.backend])
-    return _build_beside(options, jobs, module.describe_time(options.backend, jobs), force=arguments.force)
-
-
 def build_media(library: Path, compiler: str | None = None, *, jobs: int = 0, force: bool = False) -> Path:
     """Build libmtmd for the library in a folder, unless it is there; returns its path. Raises BuildError."""
     if not force and (found := media.find_media(library)) is not None:
@@ -353,7 +347,8 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
         if not chosen.portable:
             compile_sampling(chosen.compiler, built if chosen.variants else None)
         if plan is not None:
-            print(_build_module(plan, chosen))
+            jobs = chosen.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[plan.backend])
+            print(_build_beside(plan, jobs, module.describe_time(plan.backend, jobs), force=chosen.force))
         if chosen.media:
             print(build_media(built, chosen.compiler, jobs=chosen.jobs or 0, force=chosen.force).parent)
     except BuildError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import typer
 
 from cllm import __version__
-from cllm.config import DEFAULT_CACHE_DISK_MB, MIN_BATCH_TOKENS, TEMPLATE_TEXT
+from cllm.config import DEFAULT_CACHE_DISK_MB, LOAD_MODES, MIN_BATCH_TOKENS, TEMPLATE_TEXT
 from cllm.errors import ConfigError
 from cllm.fields import describe_unknown
 
@@ -133,9 +134,11 @@ class Translation:
         if keys := settings.pop("api_key", None):  # an empty one leaves that of the environment in force
             settings["api_key"] = ",".join(keys)
         lora_off = settings.pop("lora_off", False)
-        adapters = settings.pop("adapter", [])
-        if adapters and not lora_off:
+        if settings.get("adapter") and not lora_off:
             settings["apply_adapters"] = True
+        mapped, locked = settings.pop("mmap", True), settings.pop("mlock", False)
+        if locked or not mapped:
+            settings["load_mode"] = LOAD_MODES[1 + mapped + 2 * locked]
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
         if "cache_dir" in settings and "CLLM_CACHE_DISK_MB" not in variables:
@@ -152,8 +155,9 @@ class Translation:
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                words += [f"--{flag}", str(value)]
-        return words + [word for each in adapters for word in ("--adapter", each)]
+                for each in value if isinstance(value, list) else [value]:
+                    words += [f"--{flag}", str(each)]
+        return words
 
     def _share_context(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Slots share the cells: equally where their number is given, else each may use all of them."""
@@ -168,7 +172,7 @@ class Translation:
 def _add(known: dict[str, Any], found: Mapping[str, Any]) -> None:
     """Add settings or fields to those before; what may be given several times is collected."""
     for field, value in found.items():
-        if field in _COLLECTED and field in known:
+        if field in known and isinstance(value, list | dict) and field not in _REPLACED:
             value = known[field] + value if isinstance(value, list) else known[field] | value
         known[field] = value
 
@@ -246,7 +250,7 @@ def _read_adapters(value: str, *, scaled: bool) -> dict[str, Any]:
     return {"adapter": found}
 
 
-_COLLECTED = ("adapter", "api_key", "dry_sequence_breakers", "logit_bias", "stop", "chat_template_kwargs")
+_REPLACED = ("samplers", "json_schema")
 _NO_REASONING = {"reasoning_effort": "none"}
 _DRAFTS = re.compile("ngram|draft-simple")
 _LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
@@ -261,6 +265,8 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
     "layers": lambda value: {"gpu_layers": _LAYERS[value] if value in _LAYERS else int(value)},
     "split_mode": lambda value: {"split_mode": value} if value != "tensor" else None,
     "tensor_split": lambda value: {"tensor_split": re.sub("[,/]+", ",", value)},
+    "freq_scale": lambda value: {"rope_scale": float(value) and 1 / float(value)},
+    "override_kv": lambda value: {"override_kv": next(csv.reader([value]))},
     "cache_ram": lambda value: {"cache_ram_mb": int(value) if int(value) >= 0 else NO_LIMIT_MB},
     "drafts": lambda value: {"draft_tokens": 0} if value == "none" else {} if _DRAFTS.match(value) else None,
     "host": lambda value: _checked({"host": value}, ".sock" not in value, "no UNIX socket: give an address"),

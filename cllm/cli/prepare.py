@@ -86,7 +86,7 @@ class PrepareTask(Task, frozen=True, kw_only=True, tag=True):
         from cllm.backend.llama.memory import ROOM, MemoryFit, list_free_devices
         from cllm.backend.llama.placement import wants_gpu
 
-        header = GgufHeader(Path(asked.model))
+        header = GgufHeader.of(asked)
         for room in self.rooms:
             ROOM.update({name: (size, size - self.rooms[0][name]) for name, size in room.items()})
             fit = MemoryFit(header, asked, list_free_devices() if wants_gpu(asked) else ())
@@ -99,7 +99,7 @@ def _fit(config: EngineConfig) -> tuple[GgufHeader, MemoryFit]:
     from cllm.backend.llama.memory import MemoryFit
     from cllm.backend.llama.placement import list_devices, wants_gpu
 
-    header = GgufHeader(Path(config.model))
+    header = GgufHeader.of(config)
     return header, MemoryFit(header, config, list_devices() if wants_gpu(config) else ())
 
 

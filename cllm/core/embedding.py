@@ -108,7 +108,11 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
             if self._limits.chunked and len(job.inputs[index]) > room:
                 self._long, self._long_computed = (job, index), 0
         if self._long is not None:
-            return self._chunk(self._long, room)
+            self._scheduled = {0: self._long}
+            tokens, begin = self._long[0].inputs[self._long[1]], self._long_computed
+            end = min(begin + room, len(tokens))
+            row = Row(0, begin, tokens[begin:end], int(end == len(tokens)), None)
+            return Batch((row,), BatchKind.EMBED)
         self._scheduled = dict(enumerate(picked))
         rows = (Row(row, 0, job.inputs[index], 1, None) for row, (job, index) in self._scheduled.items())
         return Batch(tuple(rows), BatchKind.EMBED)
@@ -132,13 +136,6 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
         self.live[first] = self.live.pop(first)  # another request is first next time
         return picked
 
-    def _chunk(self, long: Input, room: int) -> Batch:
-        self._scheduled = {0: long}
-        tokens, begin = long[0].inputs[long[1]], self._long_computed
-        end = min(begin + room, len(tokens))
-        row = Row(0, begin, tokens[begin:end], int(end == len(tokens)), None)
-        return Batch((row,), BatchKind.EMBED)
-
     def update(self, batch: Batch, result: StepResult) -> None:
         match result.status:
             case StepStatus.DONE:
@@ -150,7 +147,10 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
                 for job, _ in self._inputs(batch):
                     self._fail(job, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
             case StepStatus.ABORTED | StepStatus.FAILED:
-                self._put_back(batch)
+                # Its inputs are to do again, from their beginning: the memory is empty.
+                self._forget_long()
+                for job, index in reversed(self._inputs(batch)):
+                    job.todo.appendleft(index)
 
     def still_scheduled(self, batch: Batch) -> Batch:
         rows = (row for row in batch.rows if self._scheduled[row.seq_id][0].id in self.live)
@@ -177,12 +177,6 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
             job.embeddings[index] = outcome.embedding
             if len(job.embeddings) == len(job.inputs):
                 self._finish(job, FinishReason.STOP)
-
-    def _put_back(self, batch: Batch) -> None:
-        """A step that failed: its inputs are to do again, from their beginning (the memory is empty)."""
-        self._forget_long()
-        for job, index in reversed(self._inputs(batch)):
-            job.todo.appendleft(index)
 
     @property
     def has_work(self) -> bool:

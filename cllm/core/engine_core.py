@@ -131,7 +131,9 @@ class EngineCore:
         # Drafts and the newest token of each sequence go into one batch.
         room = max(0, limits.batch_tokens - limits.sequences)
         draft_tokens = min(config.draft_tokens, room, limits.rollback_tokens or room)
-        self.disk = self._make_disk(config, wake)
+        disk_mb = config.cache_disk_mb if config.prefix_cache and runner.info.generates else 0
+        folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
+        self.disk = DiskKVCache(folder, (disk_mb or 0) * MIB, wake)
         self.scheduler = Scheduler(
             runner,
             make_budget(limits.batch_tokens, cost=cost, defers=not runner.info.recurrent),
@@ -164,11 +166,6 @@ class EngineCore:
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self._computed_at = time.monotonic()  # end of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
-
-    def _make_disk(self, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
-        disk_mb = config.cache_disk_mb if config.prefix_cache and self.runner.info.generates else 0
-        folder = CacheFolder(get_cache_folder(config.cache_dir), self.runner.state_fingerprint)
-        return DiskKVCache(folder, (disk_mb or 0) * MIB, wake)
 
     @property
     def ready(self) -> Ready:

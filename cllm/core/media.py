@@ -31,8 +31,10 @@ class MediaGroup(StepGroup[Sequence]):
 
     def schedule(self) -> Batch | None:
         self._scheduler.check_positions()
-        if not (reached := self._reached()):
+        reached = [each for each in self._scheduler.running.values() if each.span is not None]
+        if not reached:
             return None
+        reached.sort(key=attrgetter("arrival"))
         first = reached[0]
         if first.span is not None and not first.span.causal:
             return Batch((first.row(first.computable),), BatchKind.MEDIA, adapter=first.adapter)
@@ -58,11 +60,6 @@ class MediaGroup(StepGroup[Sequence]):
     @property
     def has_work(self) -> bool:
         return any(each.span is not None for each in self._scheduler.running.values())
-
-    def _reached(self) -> list[Sequence]:
-        """Running sequences whose next item is of media, in the order of their arrival."""
-        reached = (each for each in self._scheduler.running.values() if each.span is not None)
-        return sorted(reached, key=attrgetter("arrival"))
 
     def _finish(self, member: Sequence, reason: FinishReason, *, error: Failure | None = None) -> None:
         self._scheduler._finish(member, reason, error=error)

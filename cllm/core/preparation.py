@@ -77,7 +77,7 @@ class Preparation:
         """`new_executor` replaces the threads, for tests."""
         self._runner = runner
         self._wake = wake
-        new_executor = new_executor or _new_thread
+        new_executor = new_executor or partial(ThreadPoolExecutor, 1, initializer=_yield_to_others)
         names = ("cllm-grammars", "cllm-samplers", "cllm-dry")
         self._threads = [FairThread(new_executor(name)) for name in names]
         self._grammars, self._others, self._dry = self._threads
@@ -145,10 +145,6 @@ class Preparation:
         with self._lock:
             self._compiler = self._compiler or GrammarCompiler(self._runner.vocabulary)
             return self._compiler
-
-
-def _new_thread(name: str) -> Executor:
-    return ThreadPoolExecutor(1, name, initializer=_yield_to_others)
 
 
 def _yield_to_others() -> None:

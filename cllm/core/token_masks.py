@@ -46,15 +46,10 @@ class TokenMasks:
                     masks[sequence.id] = mask
         for sequence in sampling:
             if due := sequence.stopping.due:
-                masks[sequence.id] = self._only(due[0])
+                masks[sequence.id] = np.arange(self._vocabulary.size) == due[0]
             elif not sequence.stopping.endable:
                 masks[sequence.id] = self._without_ends(sequence, masks.get(sequence.id))
         return masks, failed
-
-    def _only(self, token: int) -> TokenMask:
-        mask = np.zeros(self._vocabulary.size, np.bool_)
-        mask[token] = True
-        return mask
 
     def _without_ends(self, sequence: Sequence, allowed: TokenMask | None) -> TokenMask:
         """Without what would end the answer; where a grammar allows nothing else, it may end."""

@@ -327,9 +327,6 @@ class Line(dict[int, Lane]):
         """The number of the request that has waited longest; 0 if there is none."""
         return min((next(iter(lane)).number for lane in self.values()), default=0)
 
-    def next_lane(self, now: float) -> Lane:
-        return min(self.values(), key=lambda lane: get_turn(lane, now))
-
 
 def get_turn(waiting: Lane | PriorityClass, now: float) -> float:
     """When its turn comes, the least first: by priority, one more for each `AGEING_S` without a turn."""
@@ -482,7 +479,7 @@ class FairQueue:
                 least = min(other.virtual for other in tenants.active if other.waiting)
                 tag = max(tenants.virtual_time, least)
             tenants.virtual_time = tag
-            lane = line.next_lane(now)
+            lane = min(line.values(), key=lambda lane: get_turn(lane, now))
             each.served = lane.served = now
             state = next(iter(lane))
             self.remove(state)

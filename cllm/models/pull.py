@@ -127,11 +127,12 @@ class Pull:
     def run(self, check: Check | None = None) -> Path:
         """Pull what is missing; returns the first file. `check` may refuse the model by its header."""
         targets = map(self._destination.paths, self._model.files)
+        waiting = partial(log.warning, "another process pulls the same file: waiting for it")
         try:
             with ExitStack() as stack:
                 for paths in sorted(targets, key=lambda paths: paths.lock):
                     paths.final.parent.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(locked(paths.lock, _report_waiting))  # as huggingface_hub does
+                    stack.enter_context(locked(paths.lock, waiting))  # as huggingface_hub does
                 return self._run(stack, check)
         except OSError as error:
             raise HubError(describe_disk(error, self.folder, self.missing_bytes())) from None
@@ -249,10 +250,6 @@ def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
             if size >= min(file.size, MAX_HEAD):
                 raise
         size *= 4
-
-
-def _report_waiting() -> None:
-    log.warning("another process pulls the same file: waiting for it")
 
 
 def free_bytes(folder: Path) -> int:

@@ -75,7 +75,10 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
         model = choose_file(model, config)
     if draft:
         draft = str(resolve(draft, offline=config.offline))
-    adapters = tuple(_resolve_adapter(text, offline=config.offline) for text in config.adapter)
+    adapters = tuple(
+        f"{each.name}={resolve(each.file, offline=config.offline)}:{each.scale!r}"
+        for each in map(parse_adapter, config.adapter)
+    )
     mmproj = "" if config.no_mmproj else find_mmproj(model, config.mmproj)
     files = {"draft_model": draft, "adapter": adapters, "mmproj": mmproj}
     return msgspec.structs.replace(config, model=str(model), **files)
@@ -110,11 +113,6 @@ def find_mmproj(model: Path, asked: str = "") -> str:
         log.warning("%s is left out: %s", Path(found).name, NO_MEDIA)
         return ""
     return str(found)
-
-
-def _resolve_adapter(text: str, *, offline: bool) -> str:
-    adapter = parse_adapter(text)
-    return f"{adapter.name}={resolve(adapter.file, offline=offline)}:{adapter.scale!r}"
 
 
 def is_path(text: str) -> bool:

@@ -136,7 +136,8 @@ class BatchRunner:
     async def _look(self) -> None:
         if self._changed.is_set():
             self._changed.clear()
-            await self._read_batches()
+            for stored in await self._store.run(JobDatabase.list_active, "batch"):
+                self._works.setdefault(stored.id, BatchWork(stored)).stored = stored
         for work in [*self._works.values()]:
             self._collect(work)
             await self._end_if_done(work)
@@ -145,16 +146,11 @@ class BatchRunner:
         }:
             lines, live, slots = self._count_requests(model)
             if live:
-                self._give_back(model, live + lines - slots)
+                # Live requests need the slots of the youngest lines.
+                for task in self._list_tasks(model)[::-1][: max(0, live + lines - slots)]:
+                    task.cancel()
         if time.monotonic() >= self._paused_until:
             await self._start_lines()
-
-    async def _read_batches(self) -> None:
-        for stored in await self._store.run(JobDatabase.list_active, "batch"):
-            if (work := self._works.get(stored.id)) is None:
-                self._works[stored.id] = BatchWork(stored)
-            else:
-                work.stored = stored
 
     def _find_model(self, line: BatchLine) -> ServedModel:
         """The model of a line; the default one for a name that its route refuses."""
@@ -186,12 +182,6 @@ class BatchRunner:
                     self._paused_until = time.monotonic() + RETRY_S
                     if not isinstance(error, Retry | CllmError):
                         log.error("a line of %s failed", work.stored.id, exc_info=error)
-
-    def _give_back(self, model: ServedModel, count: int) -> None:
-        """Cancel the youngest lines of a model: live requests need their slots."""
-        tasks = self._list_tasks(model)
-        for task in tasks[len(tasks) - min(count, len(tasks)) :] if count > 0 else ():
-            task.cancel()
 
     def _has_room(self, model: ServedModel) -> bool:
         """True if a line may start on a model."""

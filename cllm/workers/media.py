@@ -97,7 +97,12 @@ class MediaWorker:
             key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
             found = self._cache.get(key)
             if found is None:
-                found = self._encode_picture(decode_picture(data, number), rows=task.rows)
+                picture = decode_picture(data, number)
+                with self._encoder.tokenize([picture], add_special=False) as tokenized:
+                    values = self._encoder.encode([tokenized]) if task.rows else {}
+                    found = CachedRows(
+                        tokenized.prompt, {name: each.tobytes() for name, each in values.items()}
+                    )
                 encoded += task.rows
             if task.rows:
                 self._cache.put(key, found)
@@ -106,11 +111,6 @@ class MediaWorker:
                 rows |= found.rows
             prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
-
-    def _encode_picture(self, picture: Picture, *, rows: bool) -> CachedRows:
-        with self._encoder.tokenize([picture], add_special=False) as tokenized:
-            values = self._encoder.encode([tokenized]) if rows else {}
-            return CachedRows(tokenized.prompt, {media: each.tobytes() for media, each in values.items()})
 
 
 def read_file(given: str, number: int) -> bytes:

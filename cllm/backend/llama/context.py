@@ -67,6 +67,8 @@ def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int
     params.swa_full = False
     params.n_rs_seq = config.draft_rollback if model.recurrent else 0
     params.no_perf = True
+    for name, value in config.rope_params.items():
+        setattr(params, name, value)
     return params
 
 

@@ -28,7 +28,10 @@ HOST = "host"
 LIMIT_S = 60.0
 MAX_CELLS = 1 << 20  # llama.cpp keeps a record of each; beyond them sizes grow in proportion
 # The settings on which memory depends.
-_OF_MODEL = ("model", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe")
+_OF_MODEL = (
+    *("model", "override_kv", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu"),
+    "n_cpu_moe",
+)
 _OF_CONTEXT = (
     *("parallel", "slots", "ctx_size", "batch_tokens", "flash_attention", "unified_kv", "cache_type_k"),
     *("cache_type_v", "draft_tokens", "draft_rollback"),
@@ -165,7 +168,7 @@ def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dic
     if settings not in opened:
         while opened:
             opened.popitem()[1].close()
-        opened[settings] = LlamaModel(library, config, frees, dry=GgufHeader(Path(config.model)))
+        opened[settings] = LlamaModel(library, config, frees, dry=GgufHeader.of(config))
     model = opened[settings]
     # The host's pages for logits that are not asked for are never touched.
     outputs = None if wants_gpu(config) else used_outputs(config, model.vocabulary.size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ class EmbeddingContext(Owned):
     ) -> None:
         """`context` is that of generation; `cell_bytes` are those of its KV for a token."""
         api, limits = context.api, context.limits.embed
-        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, cell_bytes)
+        memory = partial(EmbeddingMemory.of, GgufHeader.of(config), limits, cell_bytes)
         flash = config.flash_attention and memory(flash=False).attention > EXACT_BYTES
         if not asked_layers(config):  # a GPU's memory is not the host's: there llama.cpp finds out
             memory(flash=flash).check()
@@ -52,6 +51,8 @@ class EmbeddingContext(Owned):
         params.embeddings = True
         params.pooling_type = POOLING_TYPES.index(model.pooling)
         params.no_perf = True
+        for name, value in config.rope_params.items():
+            setattr(params, name, value)
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
             raise NotEnoughMemory(

@@ -23,6 +23,8 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
         "values": config.cache_type_v,
         "transposed": str(not config.flash_attention),
         "unified": str(unified),
+        "rope": str(config.rope_params),
+        "metadata": str(config.metadata),
     }
     return "\n".join(f"{name}={value}" for name, value in info.items())
 

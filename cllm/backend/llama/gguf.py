@@ -15,7 +15,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.errors import ModelFileError
+from cllm.config import EngineConfig
+from cllm.errors import ConfigError, ModelFileError
 
 MAX_PAIRS = 100_000
 MAX_TENSORS = 1_000_000
@@ -169,6 +170,20 @@ class GgufHeader:
         self.file_bytes = sum(part.file_bytes for part in self.parts)
         self.data_bytes = sum(part.data_bytes for part in self.parts)
         self.tensors = [tensor for part in self.parts for tensor in part.tensors]
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> GgufHeader:
+        """The header with the metadata and the context that settings give it. Raises SetupError."""
+        header = cls(Path(config.model))
+        for key, value in config.metadata.items():
+            found = header.metadata.get(key, value)
+            if type(found) is not type(value):
+                raise ConfigError(f"override_kv: {key} is of type {type(found).__name__} in the model's file")
+            header.metadata[key] = value
+        trained = header.context_train
+        original = header.number("rope.scaling.original_context_length", trained)
+        header.metadata[f"{header.architecture}.context_length"] = config.extend_context(trained, original)
+        return header
 
     @property
     def architecture(self) -> str:

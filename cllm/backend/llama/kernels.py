@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,7 +100,7 @@ def choose_buffers(config: EngineConfig) -> EngineConfig:
     if config.extra_buffers is not None:
         return config
     repack = True
-    if weights := count_weights(GgufHeader(Path(config.model))):
+    if weights := count_weights(GgufHeader.of(config)):
         try:
             repack = repacking_pays(weights, time_types(weights, compute_threads(config)))
         except LibraryError as error:

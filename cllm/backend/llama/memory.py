@@ -362,7 +362,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here. Models are
     files by now (`resolve_config`).
     """
-    header = GgufHeader(Path(config.model))
+    header = GgufHeader.of(config)
     template = ""
     if config.chat_template:
         from cllm.text.chat_template import read_template  # with Jinja, which most starts do without

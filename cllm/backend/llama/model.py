@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
-from cllm.config import EngineConfig
+from cllm.config import LOAD_MODES, EngineConfig
 from cllm.errors import ModelFileError
 from cllm.types import InfillTokens, ModelInfo, Pooling, TokenBound
 
@@ -34,7 +33,7 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 
 _BYTE_LEVEL = _byte_level()
-_MROPE_TYPES = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, _IMROPE: a media row has four positions
+_NO_ROPE, _MROPE_TYPES = -1, (8, 40)  # LLAMA_ROPE_TYPE_NONE, _MROPE, _IMROPE: a media row has four positions
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
 # By their numbers in llama.cpp and in GGUF files.
 POOLING_TYPES = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
@@ -63,13 +62,14 @@ def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_on
     return [split, overrides]
 
 
-def _without_vocabulary(header: GgufHeader) -> Any:
-    """Metadata instead of the file's (`llama_model_kv_override`): no vocabulary, which takes long to read."""
-    text, number = 3, 0  # llama_model_kv_override_type
-    size = header.vocabulary.to_bytes(8, sys.byteorder)
-    data = struct.pack("i128s4x128s", text, b"tokenizer.ggml.model", b"none")
-    data += struct.pack("i128s4x128s", number, f"{header.architecture}.vocab_size".encode(), size)
-    return ctypes.create_string_buffer(data, len(data) * 3 // 2)  # an empty one is the end
+def _pack_overrides(metadata: Mapping[str, int | float | bool | str]) -> Any:
+    """Metadata instead of the file's: an array of `llama_model_kv_override`."""
+    data = b""
+    for key, value in metadata.items():
+        tag, form = {int: (0, "q"), float: (1, "d"), bool: (2, "?"), str: (3, "128s")}[type(value)]
+        packed = struct.pack(form, value.encode() if isinstance(value, str) else value)
+        data += struct.pack("i128s4x128s", tag, key.encode(), packed)
+    return ctypes.create_string_buffer(data, len(data) + struct.calcsize("i128s4x128s"))  # the end is empty
 
 
 def _load(api: Any, path: Path, params: Any, progress: Callable[[float], None] | None) -> Any:
@@ -118,11 +118,14 @@ class LlamaModel(Owned):
         """
         api = library.api
         params = api.llama_model_default_params()
+        params.load_mode = LOAD_MODES.index(config.load_mode) - 1
         if dry is not None or not weights:
             params.no_alloc, params.load_mode = True, 0  # LLAMA_LOAD_MODE_NONE: nothing is mapped, either
-        if dry is not None:
-            overrides = _without_vocabulary(dry)
-            params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        metadata = config.metadata
+        if dry is not None:  # without the vocabulary, which takes long to read
+            metadata |= {"tokenizer.ggml.model": "none", f"{dry.architecture}.vocab_size": dry.vocabulary}
+        overrides = _pack_overrides(metadata)
+        params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers is not False
         placed = _place(library, config, params, vocabulary_only=vocabulary_only or not weights)
@@ -135,12 +138,16 @@ class LlamaModel(Owned):
         # Of all files of a model.
         self.name = next(iter(config.names), re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))
         self.vocabulary = LlamaVocabulary(self)
-        self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
         self.sliding_window = int(api.llama_model_n_swa(pointer))
         self.media_width = int(api.llama_model_n_embd_inp(pointer))
-        self.position_sections = 4 if api.llama_model_rope_type(pointer) in _MROPE_TYPES else 1
         self.architecture = self.metadata("general.architecture") or "unknown"
+        rope = api.llama_model_rope_type(pointer)
+        self.position_sections = 4 if rope in _MROPE_TYPES else 1
+        self.context_train = trained = int(api.llama_model_n_ctx_train(pointer))
+        if rope != _NO_ROPE:  # positions that were learned end there
+            original = self.metadata(f"{self.architecture}.rope.scaling.original_context_length")
+            self.context_train = config.extend_context(trained, int(original or trained))
         # A token of a causal model attends only to those before it.
         self.causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
         # Not LAST by default: a generating model's last state is about the next token, not about the text.
