@@ -262,6 +262,9 @@ ROWS = (
     Row("split_mode", "--split-mode row"),
     Row("main_gpu", "--main-gpu 1 --gpu-layers 0"),
     Row("n_cpu_moe", "--n-cpu-moe 1", "experts"),
+    Row("load_mode", "--load-mode none"),
+    Row("load_mode", "--load-mode mmap+mlock"),
+    Row("override_kv", "--override-kv llama.rope.freq_base=float:20000"),
     Row("threads", "--threads 1"),
     Row("threads", "--threads 2"),
     Row("max_threads", "--max-threads 1"),
@@ -298,6 +301,11 @@ ROWS = (
         Row("cache_type_v", f"--cache-type-k {each} --cache-type-v {each}")
         for each in ("f32", "q5_1", "q4_0", "iq4_nl")
     ),
+    Row("rope_scaling rope_scale", "--rope-scaling yarn --rope-scale 4", use=use_second_turn),
+    Row("yarn_orig_ctx", "--yarn-orig-ctx 2048 --rope-scaling yarn --rope-scale 2"),
+    Row("rope_freq_base", "--rope-freq-base 20000"),
+    Row("yarn_ext_factor yarn_attn_factor", "--yarn-ext-factor 0 --yarn-attn-factor 1.1 --rope-scaling yarn"),
+    Row("yarn_beta_fast yarn_beta_slow", "--yarn-beta-fast 16 --yarn-beta-slow 2 --rope-scaling yarn"),
     # Cache
     Row("prefix_cache", "--no-prefix-cache", use=use_second_turn),
     Row("cache_ram_mb", "--cache-ram-mb 0", use=use_second_turn),

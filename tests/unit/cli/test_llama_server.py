@@ -32,6 +32,19 @@ ENGINE: dict[str, dict[str, Any]] = {
     "-ngl 12 -sm row -ts 3/1": {"gpu_layers": 12, "split_mode": "row", "tensor_split": "3,1"},
     "-ngl all -mg 1 -ncmoe 8": {"gpu_layers": -1, "main_gpu": 1, "n_cpu_moe": 8},
     "-ngl auto --cpu-moe": {"gpu_layers": "auto", "n_cpu_moe": 4096},
+    "--rope-scaling yarn --rope-scale 4": {"rope_scaling": "yarn", "rope_scale": 4.0},
+    "--rope-freq-scale 0.25 --rope-freq-base 5e5": {"rope_scale": 4.0, "rope_freq_base": 5e5},
+    "--rope-freq-scale 0 --yarn-orig-ctx 4096": {"rope_scale": 0.0, "yarn_orig_ctx": 4096},
+    "--yarn-ext-factor -1 --yarn-attn-factor 1.5": {"yarn_ext_factor": -1.0, "yarn_attn_factor": 1.5},
+    "--yarn-beta-fast 16 --yarn-beta-slow 2": {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+    "-lm dio": {"load_mode": "dio"},
+    "--mlock": {"load_mode": "mmap+mlock"},
+    "--no-mmap": {"load_mode": "none"},
+    "--mmap": {"load_mode": "auto"},
+    "--mlock --no-mmap": {"load_mode": "mlock"},
+    "--override-kv a=int:1,b=str:x --override-kv c=bool:true": {
+        "override_kv": ("a=int:1", "b=str:x", "c=bool:true")
+    },
     "--device none -cram 5": {"gpu_layers": 0, "cache_ram_mb": 5},
     "-cram -1 --spec-draft-n-max 4": {"cache_ram_mb": 1 << 20, "draft_tokens": 4},
     "--spec-type none -md DRAFT": {"draft_tokens": 0, "draft_model": "DRAFT"},
@@ -199,11 +212,11 @@ def test_adapters_are_applied_unless_told_otherwise(served: list[Config]) -> Non
 
 
 def test_what_has_no_counterpart_is_named_once_and_its_value_skipped(served: list[Config]) -> None:
-    words = "--rpc a --port 99 --control-vector-layer-range 1 2 --mlock --numa x"
+    words = "--rpc a --port 99 --control-vector-layer-range 1 2 --swa-full --numa x"
     config, said = run(served, words)
     assert config.server.port == 99
     (line,) = said.splitlines()
-    for name in ("--rpc", "--control-vector-layer-range", "--mlock", "--numa"):
+    for name in ("--rpc", "--control-vector-layer-range", "--swa-full", "--numa"):
         assert name in line
     assert run(served, "--cont-batching --no-warmup")[1] == ""
 
@@ -237,6 +250,9 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
         ("-j [1]", "object"),
         ("--threads x", "threads"),
         ("-b 512 -ub x", "-ub"),
+        ("--rope-scaling ntk", "none, linear, yarn"),
+        ("--rope-freq-scale x", "--rope-freq-scale x"),
+        ("--override-kv a=list:1", "KEY=TYPE:VALUE"),
     ],
 )
 def test_what_is_refused(served: list[Config], words: str, said: str) -> None:

@@ -96,6 +96,11 @@ def test_help_of_every_command_fits_80_columns(command: str) -> None:
             ["--tensor-split", "3:1"],
             "tensor_split is '3:1': expected a number for each GPU, as 3,1",
         ),
+        (["--rope-scaling", "ntk"], "rope_scaling is 'ntk': expected one of none, linear, yarn"),
+        (["--rope-scale", "-2"], "rope_scale is -2.0: expected a number of at least 0"),
+        (["--yarn-ext-factor", "2"], "yarn_ext_factor is 2.0: expected a number of at most 1"),
+        (["--load-mode", "lazy"], "load_mode is 'lazy': expected one of auto, none, mmap, mlock, mmap+mlock"),
+        (["--override-kv", "a=int:x"], "override_kv is ['a=int:x']: expected KEY=TYPE:VALUE with a type of"),
         (
             ["--cache-disk-mb", "-1"],
             "cache_disk_mb is -1: expected a whole number of at least 0",
