@@ -17,8 +17,9 @@ from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.build import find_built
 from cllm.config import EngineConfig
+from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.errors import ConfigError
-from tests.driver.engine import words
+from tests.driver.engine import StepDriver, ask, words
 from tests.driver.runner import feed
 from tests.driver.server import environment, wait_for
 from tests.tiny_models import make_dense
@@ -78,6 +79,18 @@ def test_each_rope_setting_changes_the_logits_and_the_kv_on_disk(
     with opened(model, **base) as plain, opened(model, **settings) as scaled:
         assert top_logprobs(plain, prompt) != top_logprobs(scaled, prompt)
         assert plain.state_fingerprint() != scaled.state_fingerprint()
+
+
+def test_kv_on_disk_serves_the_same_factors_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.1)  # to compute, in the eyes of the cost model
+    for settings, cached in ((YARN, 0), (YARN, 149), ({**YARN, "rope_scale": 2.0}, 0), ({}, 0)):
+        with opened(model, **settings) as runner:
+            driver = StepDriver(runner, cache_mb=64, cache_disk_mb=64, cache_dir=str(tmp_path))
+            driver.submit(ask("same", PROMPT[:150], 20, ignore_eos=True))
+            assert driver.finish()["same"].work.cached_tokens == cached
+            driver.close_disk()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class CheckedRunner(ModelRunner):
     interrupt, close, create_drafter = map(forward, ("interrupt", "close", "create_drafter"))
     next_position, min_length, settle = map(forward, ("next_position", "min_length", "settle"))
     checkpoint, state_bytes = map(forward, ("checkpoint", "state_bytes"))
+    state_fingerprint = forward("state_fingerprint")
     open_embedding, reset_embedding = map(forward, ("open_embedding", "reset_embedding"))
     check_adapter, load_adapter, unload_adapter = map(
         forward, ("check_adapter", "load_adapter", "unload_adapter")

@@ -40,6 +40,9 @@ def test_fingerprint_depends_on_content_and_kv_types(tmp_path: Path, library: Pa
         fingerprint(first, flash_attention=False),
         fingerprint(first, cache_type_k="q8_0"),
         fingerprint(first, cache_type_v="q8_0"),
+        fingerprint(first, rope_scale=4),
+        fingerprint(first, rope_scale=4, rope_scaling="yarn"),
+        fingerprint(first, override_kv=("llama.rope.freq_base=float:20000",)),
     )
     assert len({before, *changed}) == 1 + len(changed)
     (library / "libllama.so").write_bytes(b"another build")
