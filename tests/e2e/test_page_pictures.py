@@ -19,8 +19,8 @@ from tests.tiny_media import make_causal
 SHORT = {"name": "cllm.settings", "value": json.dumps({"max_tokens": 4, "temperature": 0})}
 # Put a picture into the clipboard of the system.
 COPY = """async text => {
-  const data = Uint8Array.from(atob(text), each => each.charCodeAt(0));
-  await navigator.clipboard.write([new ClipboardItem({ "image/png": new Blob([data], { type: "image/png" }) })]); }"""
+  const data = Uint8Array.from(atob(text), each => each.charCodeAt(0)), type = "image/png";
+  await navigator.clipboard.write([new ClipboardItem({ [type]: new Blob([data], { type }) })]); }"""
 # Drop a file on the messages, of some bytes and zeros behind them.
 DROP = """async ([text, type, name, zeros = 0]) => {
   const data = Uint8Array.from(atob(text), each => each.charCodeAt(0)), dataTransfer = new DataTransfer();
@@ -205,6 +205,11 @@ def test_exports_have_pictures_and_deleting_leaves_none(visitor: Visitor, tmp_pa
     visitor.ask("Again?")
     assert list_urls(visitor.bodies[-1]["messages"][0]) == urls[:1]
     assert page.evaluate(STORED) == 2
+    page.click("#delete-all")
+    page.click("#ask-ok")
+    path.write_text(json.dumps({**exported[0], "pictures": {}}))
+    page.set_input_files("#import-file", path)
+    page.wait_for_selector(".message .gone:has-text('3.png cannot be shown')")
 
 
 def test_files_over_a_limit_are_refused_before_they_are_sent(visitor: Visitor) -> None:
@@ -238,6 +243,15 @@ def test_an_error_of_the_server_is_shown_and_trying_again_helps(visitor: Visitor
     visitor.until("document.querySelector('.markdown').innerText.length > 0")
     visitor.wait_answered()
     assert visitor.bodies[-1]["messages"] == visitor.bodies[0]["messages"]
+
+
+def test_pictures_are_sent_where_the_browser_keeps_none(visitor: Visitor) -> None:
+    visitor.context.add_init_script("IDBFactory.prototype.open = () => { throw new Error('no storage'); }")
+    visitor.open()
+    attach(visitor, make_upload(1))
+    visitor.ask("What?")
+    assert list_urls(visitor.bodies[-1]["messages"][0]) == [make_url(make_file(1))]
+    assert "keeps no conversations" in visitor.page.locator("#notice").inner_text()
 
 
 def test_a_model_without_vision_refuses_pictures(visitor: Visitor) -> None:

@@ -102,10 +102,7 @@ function makeThumbnail(conversation, picture) {
     context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
     bitmap.close();
     canvas.classList.add("drawn");
-  }).catch(() => {
-    canvas.classList.add("gone");
-    canvas.title = canvas.ariaLabel = t("picture_gone", { name });
-  });
+  }).catch(() => canvas.replaceWith(make("span", { className: "thumbnail gone" }, t("picture_gone", { name }))));
   return canvas;
 }
 
@@ -125,8 +122,8 @@ export function makeTile(conversation, picture, remove) {
 async function enlarge(conversation, picture) {
   const url = (await readUrls(conversation, [{ pictures: [picture] }])).get(picture.id);
   if (!url) return;
-  const close = make("button", { type: "button", ariaLabel: t("close"), onclick: () => dialog.close() }, make("img", { src: url, alt: picture.name }));
-  const dialog = make("dialog", { className: "enlarged", ariaLabel: picture.name }, close);
+  const close = make("button", { type: "button", ariaLabel: t("close") }, make("img", { src: url, alt: picture.name }));
+  const dialog = make("dialog", { className: "enlarged", ariaLabel: picture.name, onclick: () => dialog.close() }, close);  // also beside it
   document.body.append(dialog);
   await show(dialog);
   dialog.remove();
