@@ -257,10 +257,12 @@ def test_pictures_are_sent_where_the_browser_keeps_none(visitor: Visitor) -> Non
 def test_a_model_without_vision_refuses_pictures(visitor: Visitor) -> None:
     page = visitor.page
     attach(visitor, make_upload(1))
+    loaded = [True]
 
     def blind(route: Any) -> None:
         found = route.fetch().json()
         found["data"][0]["capabilities"].remove("vision")
+        found["data"][0]["loaded"] = loaded[0]
         route.fulfill(json=found)
 
     page.route("**/v1/models", blind)
@@ -277,6 +279,12 @@ def test_a_model_without_vision_refuses_pictures(visitor: Visitor) -> None:
     page.click("[aria-label='Remove 1.png']")
     visitor.ask("Text alone.")
     assert visitor.bodies[-1]["messages"] == [{"role": "user", "content": "Text alone."}]
+    loaded[0] = False  # it is not known yet whether it takes pictures
+    visitor.open()
+    assert page.locator("#add-pictures").is_visible()
+    loaded[0] = True
+    visitor.ask("Load it.")
+    page.wait_for_selector("#add-pictures", state="hidden")
 
 
 def test_pictures_fit_on_a_phone(visitor: Visitor) -> None:

@@ -4,7 +4,7 @@ import { t } from "./language.js";
 import { addPictures, forgetPicture, makeTile } from "./pictures.js";
 import { attached, keepAttached } from "./storage.js";
 
-let chat, shown = "", tiles = new Map();  // { conversation, sees, model, notice(text), changed(conversation) }
+let chat, shown = "", tiles = new Map();  // { conversation, sees, model, notice(text), changed(conversation), focus() }
 let adding = Promise.resolve();
 
 // Ends when all that was chosen, pasted or dropped is attached or refused.
@@ -50,7 +50,7 @@ export function startAttached(given) {
   $("picture-files").onchange = () => {
     add([...$("picture-files").files]);
     $("picture-files").value = "";
-    $("prompt").focus();
+    chat.focus();
   };
   document.addEventListener("paste", event => {
     const { files, types } = event.clipboardData;
@@ -71,6 +71,6 @@ export function startAttached(given) {
     if (!carriesFiles(event)) return;
     event.preventDefault();
     mark(false);
-    if (isShown()) { add([...event.dataTransfer.files]); $("prompt").focus(); }
+    if (isShown()) { add([...event.dataTransfer.files]); chat.focus(); }
   });
 }

@@ -60,9 +60,9 @@ async function follow(conversation, node, body) {
 const makeQuestion = (content, pictures) => ({ role: "user", content, ...(pictures.length && { pictures }) });
 
 async function send() {
-  const conversation = current;
+  const { id } = current;
   await settled();
-  if (conversation !== current) return;
+  if (id !== current.id) return;
   const text = $("prompt").value.trim(), last = current.path.at(-1), call = current.openCall, pictures = call ? [] : attached(current.id);
   if (!text && !pictures.length || running.has(current.id) || !checkSettings()) return;
   if (pictures.length && !sees()) { notice(t("no_pictures", { model: $("model").value })); return; }
@@ -244,7 +244,7 @@ function startKeys() {
 export async function startChat() {
   startSettings($("settings"), () => showSettings(false));
   startHistory({ get id() { return current.id; }, open, notice });
-  startAttached({ get conversation() { return current; }, get sees() { return sees(); }, get model() { return $("model").value; }, notice, changed: drafted });
+  startAttached({ get conversation() { return current; }, get sees() { return sees(); }, get model() { return $("model").value; }, notice, changed: drafted, focus: focusPrompt });
   startEvents();
   startKeys();
   $("show-settings").onclick = () => showSettings($("settings").hidden);
