@@ -234,10 +234,14 @@ def test_files_over_a_limit_are_refused_before_they_are_sent(visitor: Visitor) -
 def test_an_error_of_the_server_is_shown_and_trying_again_helps(visitor: Visitor) -> None:
     page = visitor.page
     attach(visitor, make_upload(1))
-    error = {"error": {"message": "picture 1 is not a picture", "code": "invalid_media"}}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    error = {"error": {"message": "picture 1 is too much", "code": "invalid_media"}}
+    statuses = [400, 413]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=statuses.pop(0), json=error))
     visitor.ask("What?")
-    assert page.locator(".status.wrong").inner_text() == "picture 1 is not a picture"
+    assert page.locator(".status.wrong").inner_text() == "picture 1 is too much"
+    page.click(".continue")
+    page.wait_for_selector(".status.wrong:has-text('remove pictures, or start a new chat')")
+    visitor.wait_answered()
     page.unroute("**/v1/chat/completions")
     page.click(".continue")
     visitor.until("document.querySelector('.markdown').innerText.length > 0")

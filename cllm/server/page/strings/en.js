@@ -13,6 +13,7 @@ export default {
   add_pictures: "Add pictures", remove_picture: "Remove {name}", enlarge: "Enlarge {name}", picture: "Picture",
   picture_gone: "{name} cannot be shown: this browser has not kept it.",
   no_pictures: "{model} takes text only. For pictures, start the server with the model's projector (--mmproj FILE), or choose another model.",
+  too_large: "Too much for one request: {why}. Edit the message and remove pictures, or start a new chat.",
   picture_type: "Not added: {names}. A picture is a JPEG, PNG, WebP or GIF file.",
   picture_bytes: "Not added: {names}. A picture has at most {limit}: make it smaller.",
   picture_pixels: "Not added: {names}. A picture has at most {limit} pixels: make it smaller.",

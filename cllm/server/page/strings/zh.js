@@ -13,6 +13,7 @@ export default {
   add_pictures: "添加图片", remove_picture: "移除 {name}", enlarge: "放大 {name}", picture: "图片",
   picture_gone: "无法显示 {name}:此浏览器没有保存它。",
   no_pictures: "{model} 只接受文本。如需图片,请用模型的投影文件启动服务器 (--mmproj FILE),或选择其他模型。",
+  too_large: "一次请求的内容过大:{why}。请编辑消息并移除图片,或新建对话。",
   picture_type: "未添加:{names}。图片须为 JPEG、PNG、WebP 或 GIF 文件。",
   picture_bytes: "未添加:{names}。图片最大 {limit},请缩小后再试。",
   picture_pixels: "未添加:{names}。图片最多 {limit} 个像素,请缩小后再试。",
