@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -96,23 +96,21 @@ def find_mmproj(model: Path, asked: str = "") -> str:
     from cllm.backend.llama.library import NO_MEDIA, find
     from cllm.build.media import find_media
 
-    found = asked and beside[0]
-    if asked:
-        GgufFile(beside[0])  # it is one
-    else:
-        header = GgufFile(model).metadata
-        width = header.get(f"{header.get('general.architecture')}.embedding_length")
-        for path in beside:
-            with suppress(ModelFileError):
-                if any(width in tensor.shape for tensor in GgufFile(path).tensors):
-                    found = path
-                    break
+    header, found = GgufFile(model).metadata, ""
+    width = header.get(f"{header.get('general.architecture')}.embedding_length")
+    for path in beside:
+        with nullcontext() if asked else suppress(ModelFileError):
+            if any(width in tensor.shape for tensor in GgufFile(path).tensors):
+                found = str(path)
+                break
+    if asked and not found:
+        raise ModelFileError(f"--mmproj: {asked} is for another model: {model.name} has rows of {width}")
     if found and find_media(find()) is None:
         if asked:
             raise LibraryError(NO_MEDIA)
         log.warning("%s is left out: %s", Path(found).name, NO_MEDIA)
         return ""
-    return str(found)
+    return found
 
 
 def is_path(text: str) -> bool:

@@ -37,13 +37,13 @@ function take(node, event) {
   }
 }
 
-// The response to `body`, or the rest of the one that the message has begun with.
-function connect(node, body, signal) {
+// The response to what `body` makes, or the rest of the one that the message has begun with.
+async function connect(node, body, signal) {
   if (node.stream) return ask(address(node), { headers: { "Last-Event-ID": node.stream }, signal });
-  return ask("v1/chat/completions", { method: "POST", body: { ...body, reconnect_s: RECONNECT_S }, signal });
+  return ask("v1/chat/completions", { method: "POST", body: { ...await body(), reconnect_s: RECONNECT_S }, signal });
 }
 
-// Reads the answer to `body` into a message of a conversation; calls `show` as it grows, with a text while it waits.
+// Reads the answer to what `body` makes into a message of a conversation; calls `show` as it grows, with a text while it waits.
 export async function stream(conversation, node, body, show) {
   const abort = new AbortController();
   let lost = 0, due = null, pause_ms = MIN_PAUSE_MS, saved = 0, heard = performance.now();

@@ -2,17 +2,22 @@
 import { $, make } from "./dom.js";
 import { count, digits, t } from "./language.js";
 import { stream, unread } from "./answers.js";
+import { settled, showAttached, startAttached } from "./attached.js";
 import { Conversation } from "./conversation.js";
 import { conversations, keep, running, startConversations } from "./conversations.js";
 import { listConversations, startHistory } from "./history.js";
 import { MessageView } from "./message.js";
+import { readUrls } from "./pictures.js";
 import { fields, startSettings, system, wrongField } from "./settings.js";
 import { ask } from "./server.js";
-import { draft, keepDraft } from "./storage.js";
+import { attached, draft, keepAttached, keepDraft } from "./storage.js";
 
 const KEPT_MODEL = "cllm.model", KEPT_OPEN = "cllm.open", FULL = 0.9;
 const END_PX = 60;  // closer to the end than that is at the end
-let current = new Conversation(), views = new Map(), atEnd = true, contexts = new Map();
+let current = new Conversation(), views = new Map(), atEnd = true, models = new Map();
+
+// Whether the model takes pictures. One that is not loaded may.
+const sees = () => { const model = models.get($("model").value); return !model || !model.loaded || model.capabilities.includes("vision"); };
 
 // Answers ------------------------------------------------------------------------------------------
 
@@ -29,16 +34,16 @@ function checkSettings() {
 
 // Lets the model answer `parent`, in a new branch, or go on with the answer `node`.
 async function answer(parent, node) {
-  const conversation = current, set = fields();
-  const body = { model: $("model").value || undefined, messages: conversation.messages(node || parent, system()), stream: true,
-    stream_options: { include_usage: true }, ...set };
+  const conversation = current, set = fields(), model = $("model").value || undefined, said = system(), last = node || parent;
+  const body = async () => ({ model, messages: conversation.messages(last, said, await readUrls(conversation, conversation.way(last))), stream: true,
+    stream_options: { include_usage: true }, ...set });
   notice("");
   if (node) for (const name of ["end", "error", "stopped", "stream"]) delete node[name];
-  node ||= conversation.add(parent.id, { role: "assistant", content: "", model: body.model, json: Boolean(set.response_format) });
+  node ||= conversation.add(parent.id, { role: "assistant", content: "", model, json: Boolean(set.response_format) });
   await follow(conversation, node, body);
 }
 
-// Shows an answer while it streams into `node`; without a body, the rest of one.
+// Shows an answer to what `body` makes while it streams into `node`; without a body, the rest of one.
 async function follow(conversation, node, body) {
   const show = (waiting = t("waiting")) => { if (conversation === current) views.get(node.id)?.update(waiting); };
   const done = stream(conversation, node, body, show);
@@ -46,19 +51,26 @@ async function follow(conversation, node, body) {
   listConversations();
   await done;
   listConversations();
+  if (models.get($("model").value)?.loaded === false) listModels().catch(() => {});
   if (conversation !== current) return;
   render();
   if (!document.activeElement.closest("input, textarea, select, summary, #history") && getSelection().isCollapsed) focusPrompt();
 }
 
-function send() {
-  const text = $("prompt").value.trim();
-  if (!text || running.has(current.id) || !checkSettings()) return;
-  const last = current.path.at(-1), call = current.openCall;
-  const message = call ? { role: "tool", content: text, callId: call.id } : { role: "user", content: text };
+const makeQuestion = (content, pictures) => ({ role: "user", content, ...(pictures.length && { pictures }) });
+
+async function send() {
+  const { id } = current;
+  await settled();
+  if (id !== current.id) return;
+  const text = $("prompt").value.trim(), last = current.path.at(-1), call = current.openCall, pictures = call ? [] : attached(current.id);
+  if (!text && !pictures.length || running.has(current.id) || !checkSettings()) return;
+  if (pictures.length && !sees()) { notice(t("no_pictures", { model: $("model").value })); return; }
+  const message = call ? { role: "tool", content: text, callId: call.id } : makeQuestion(text, pictures);
   const node = current.add(last ? last.id : "", message);
   $("prompt").value = "";
   keepDraft(current.id, "");
+  if (!call) keepAttached(current.id, []);
   fit();
   atEnd = true;
   const more = current.openCall;  // several calls: each has a result before the model goes on
@@ -68,9 +80,9 @@ function send() {
 const free = () => !running.has(current.id) && checkSettings();
 
 const act = {
-  edit(node, text) {
+  edit(node, text, pictures) {
     if (!free()) return false;
-    answer(current.add(node.parent, { role: "user", content: text }));
+    answer(current.add(node.parent, makeQuestion(text, pictures)));
     return true;
   },
   regenerate(node) { if (free()) answer(current.nodes[node.parent]); },
@@ -107,12 +119,19 @@ function render() {
   $("stop").hidden = !streams;
   const call = streams ? null : current.openCall;
   $("prompt").placeholder = call ? t("result_placeholder", { name: call.name }) : t("prompt_placeholder");
+  showAttached();
   showContext();
   if (atEnd) $("messages").scrollTop = $("messages").scrollHeight;
 }
 
+function showModel() {
+  $("model").title = $("model").value;
+  $("add-pictures").hidden = !models.size || !sees();
+  showContext();
+}
+
 function showContext() {
-  const limit = contexts.get($("model").value), { used } = current, shown = Boolean(used && limit);
+  const limit = models.get($("model").value)?.context_length, { used } = current, shown = Boolean(used && limit);
   $("context").hidden = !shown;
   if (!shown) return;
   $("context").style.setProperty("--used", Math.min(1, used / limit));
@@ -137,6 +156,13 @@ function fit() {
 function focusPrompt() {
   if (matchMedia("(pointer: coarse)").matches || $("chat").hidden || document.querySelector("dialog[open]")) return;
   $("prompt").focus();
+}
+
+// Shows what waits in the composer of a conversation, and in the list where it is a new one.
+function drafted(conversation) {
+  if (conversation.empty && (draft(conversation.id) || attached(conversation.id).length)) conversations.set(conversation.id, conversation);
+  showAttached();
+  listConversations();
 }
 
 function open(conversation) {
@@ -170,12 +196,11 @@ function showSettings(shown) {
 async function listModels() {
   const { data } = await (await ask("v1/models")).json();
   const kept = localStorage.getItem(KEPT_MODEL);
-  contexts = new Map(data.map(model => [model.id, model.context_length]));
+  models = new Map(data.map(model => [model.id, model]));
   $("model").replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
   $("model").classList.toggle("single", data.length < 2);
   $("model").disabled = data.length < 2;
-  $("model").title = $("model").value;
-  showContext();
+  showModel();
 }
 
 // What other tabs, and the server, let us know.
@@ -190,7 +215,7 @@ function startEvents() {
     const well = state === "ready" || state === "sleeping";
     $("sign").hidden = well;
     if (!well) $("sign").textContent = t("health_" + state);
-    else if (!contexts.size) listModels().catch(error => notice(error.message));
+    else if (!models.size) listModels().catch(error => notice(error.message));
   });
   grown.observe($("messages"));
   $("messages").onclick = () => showList(false);
@@ -219,27 +244,26 @@ function startKeys() {
 export async function startChat() {
   startSettings($("settings"), () => showSettings(false));
   startHistory({ get id() { return current.id; }, open, notice });
+  startAttached({ get conversation() { return current; }, get sees() { return sees(); }, get model() { return $("model").value; }, notice, changed: drafted, focus: focusPrompt });
   startEvents();
   startKeys();
   $("show-settings").onclick = () => showSettings($("settings").hidden);
   $("composer").onsubmit = event => { event.preventDefault(); send(); };
   $("stop").onclick = () => running.get(current.id)?.stop();
   $("new-chat").onclick = () => open(new Conversation());
-  $("model").onchange = () => { localStorage.setItem(KEPT_MODEL, $("model").value); showContext(); };
+  $("model").onchange = () => { localStorage.setItem(KEPT_MODEL, $("model").value); showModel(); };
   $("menu").onclick = () => showList(!$("history").classList.contains("open"));
   $("prompt").oninput = () => {
     fit();
     try { keepDraft(current.id, $("prompt").value); } catch { notice(t("error_storage")); }
-    if (!current.empty) return;
-    if ($("prompt").value) conversations.set(current.id, current);
-    listConversations();
+    if (current.empty) drafted(current);
   };
   await startConversations((id, text, old) => {
     if (id === current.id && $("prompt").value === old) { $("prompt").value = text; fit(); }  // else ours is another text
     listConversations();
   });
   const kept = sessionStorage.getItem(KEPT_OPEN) || localStorage.getItem(KEPT_OPEN);
-  open($("prompt").value ? current : conversations.get(kept) || new Conversation());
+  open($("prompt").value || attached(current.id).length ? current : conversations.get(kept) || new Conversation());
   for (const [conversation, node] of unread()) follow(conversation, node);
   await listModels().catch(error => notice(error.message));
 }

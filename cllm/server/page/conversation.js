@@ -5,6 +5,9 @@ const isText = value => typeof value === "string";
 const isObject = value => typeof value === "object" && value !== null && !Array.isArray(value);
 const isId = value => isText(value) && /^[0-9a-f]{16}$/.test(value);  // as `newId` makes them
 
+const isSize = value => Number.isInteger(value) && value > 0;
+const isPicture = value => isObject(value) && isId(value.id) && isText(value.name) && isSize(value.width) && isSize(value.height);
+
 // True where every message leads to a first one.
 function hasNoCycle(nodes) {
   const ended = new Set();
@@ -25,7 +28,7 @@ export class Conversation {
     this.title = data.title || "";
     this.updated = data.updated || Date.now();
     this.revision = data.revision || 0;  // of title and choices; a message has one of its own
-    this.nodes = Object.assign(Object.create(null), data.nodes);  // by id: { id, parent, role, content, … }
+    this.nodes = Object.assign(Object.create(null), data.nodes);  // by id: { id, parent, role, content, pictures, … }
     this.chosen = data.chosen || {};  // by parent ("" for none): the id of the child that is shown
   }
 
@@ -38,6 +41,7 @@ export class Conversation {
   static read(data) {
     const good = node => isObject(node) && isId(node.id) && (node.parent === "" || isId(node.parent)) && isText(node.content) && ["user", "assistant", "tool"].includes(node.role)
       && isText(node.reasoning ?? "") && isText(node.error ?? "") && Array.isArray(node.calls ?? [])
+      && Array.isArray(node.pictures ?? []) && (node.pictures || []).every(isPicture)
       && (node.calls || []).every(call => isObject(call) && isText(call.id) && isText(call.name) && isText(call.text));
     if (!isObject(data) || !isId(data.id) || !isText(data.title ?? "") || !isObject(data.nodes) || !isObject(data.chosen)) return undefined;
     if (!Object.entries(data.nodes).every(([id, node]) => good(node) && node.id === id)) return undefined;
@@ -53,6 +57,13 @@ export class Conversation {
   get path() {
     const found = [];
     for (let last = "", node; (node = this.nodes[this.chosen[last]])?.parent === last; last = node.id) found.push(node);
+    return found;
+  }
+
+  // The messages up to a node, first to last.
+  way(last) {
+    const found = [];
+    for (let node = last; node; node = this.nodes[node.parent]) found.unshift(node);
     return found;
   }
 
@@ -97,12 +108,15 @@ export class Conversation {
     return this;
   }
 
-  // The messages up to a node, as the API takes them. Reasoning is not repeated, but for an answer that goes on.
-  messages(last, system) {
-    const found = [];
-    for (let node = last; node; node = this.nodes[node.parent]) found.unshift(node);
-    const sent = found.filter(node => node.content || node.calls?.length || (node === last && node.reasoning)).map(node => {
+  // The messages up to a node, as the API takes them, with the data URLs of their pictures by id. Reasoning is not
+  // repeated, but for an answer that goes on.
+  messages(last, system, urls) {
+    const sent = this.way(last).filter(node => node.content || node.pictures || node.calls?.length || (node === last && node.reasoning)).map(node => {
       if (node.role === "tool") return { role: "tool", content: node.content, tool_call_id: node.callId };
+      if (node.pictures) {
+        const seen = node.pictures.filter(({ id }) => urls.has(id)).map(({ id }) => ({ type: "image_url", image_url: { url: urls.get(id) } }));
+        return { role: node.role, content: [...seen, ...(node.content ? [{ type: "text", text: node.content }] : [])] };
+      }
       if (!node.calls?.length) return { role: node.role, content: node.content, ...(node === last && node.reasoning ? { reasoning_content: node.reasoning } : {}) };
       const calls = node.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
       return { role: "assistant", content: node.content || null, tool_calls: calls };

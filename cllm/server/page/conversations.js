@@ -64,7 +64,7 @@ function takeLeft() {
 
 export async function startConversations(drafted) {
   channel.onmessage = ({ data }) => hear(data);
-  storage.watch((id, text, old) => { if (text && !id.includes("/")) find(id); drafted(id, text, old); }, takeLeft);
+  storage.watch((id, text, old) => { if (text && !id.includes("/")) find(id); drafted(id, text, old); }, id => { if (storage.attached(id).length) find(id); changed(id); }, takeLeft);
   addEventListener("pagehide", () => {
     for (const [id, { own, node }] of running) {
       if (!own) continue;

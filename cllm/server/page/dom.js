@@ -25,6 +25,7 @@ const ICONS = {
   check: "M5 13l4 4L19 7",
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
+  picture: "M4 5h16v14H4zM4 16l4.5-4.5L13 16l2.5-2.5L20 18M15.5 8.5a.6.6 0 1 0 .01 0",
   trash: "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12",
   down: "M12 5v14M6 13l6 6 6-6",
   close: "M6 6l12 12M18 6L6 18",
@@ -79,8 +80,8 @@ export async function copy(text, control, done) {
   setTimeout(() => control.replaceChildren(...before), 1200);
 }
 
-export function download(name, text) {
-  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: name });
+export function download(name, parts) {
+  const link = make("a", { href: URL.createObjectURL(new Blob(parts, { type: "application/json" })), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

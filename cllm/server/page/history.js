@@ -3,12 +3,13 @@ import { $, button, confirm, download, make } from "./dom.js";
 import { count, t } from "./language.js";
 import { Conversation } from "./conversation.js";
 import { conversations, find, forget, keep, running } from "./conversations.js";
-import { draft } from "./storage.js";
+import { exportPictures, importPictures, parsePictures } from "./pictures.js";
+import { attached, draft } from "./storage.js";
 
 let opened, renaming = null;  // { id: of the one that is open, open(conversation), notice(text) }
 
-const listed = () => [...conversations.values()].filter(each => !each.empty || draft(each.id)).sort((one, other) => other.updated - one.updated);
-const nameOf = each => each.title || draft(each.id).trim().slice(0, 80) || t("untitled");
+const listed = () => [...conversations.values()].filter(each => !each.empty || draft(each.id) || attached(each.id).length).sort((one, other) => other.updated - one.updated);
+const nameOf = each => each.title || draft(each.id).trim().slice(0, 80) || t(each.empty && !attached(each.id).length ? "untitled" : "picture");
 
 function matches(conversation, words) {
   if (!words.length) return true;
@@ -27,12 +28,14 @@ export function listConversations() {
   $("export").disabled = $("delete-all").disabled = !found.length;
 }
 
+const write = async each => JSON.stringify(await exportPictures(each), null, 2);
+
 function item(each) {
   const current = each.id === opened.id, marks = [current && "current", running.has(each.id) && "running", each.empty && "unsent"];
   return make("li", { className: marks.filter(Boolean).join(" "), "data-id": each.id },
     make("button", { type: "button", className: "title", title: nameOf(each), ariaCurrent: current ? "true" : null, onclick: () => opened.open(each) }, nameOf(each)),
     each.empty ? null : button("edit", t("rename"), event => rename(each, event.currentTarget.parentNode), "rename icon"),
-    each.empty ? null : button("down", t("export_one"), () => download(`cllm-${each.id}.json`, JSON.stringify(each.data, null, 2)), "export icon"),
+    each.empty ? null : button("down", t("export_one"), async () => download(`cllm-${each.id}.json`, [await write(each)]), "export icon"),
     button("trash", t("delete"), () => remove(each), "delete icon"));
 }
 
@@ -59,12 +62,26 @@ async function remove(conversation) {
   if (await confirm(t("delete_one", { title: nameOf(conversation) }), t("delete"))) await forget(conversation.id);
 }
 
+// A part each: all of them may be longer than a text can be.
+async function writeAll() {
+  const parts = [];
+  for (const each of listed().filter(each => !each.empty)) parts.push(parts.length ? ",\n" : "[", await write(each));
+  return [...parts, "]"];
+}
+
 // What `export` has written, of this browser or another one. What is here already stays.
 async function importFile(file) {
-  let found;
-  try { found = [JSON.parse(await file.text())].flat().map(Conversation.read); } catch { found = []; }
+  let found = [], files = [];
+  try {
+    const read = [JSON.parse(await file.text())].flat();
+    files = read.map(parsePictures);
+    found = read.map(Conversation.read);
+  } catch { /* nothing is found */ }
   if (!found.length || found.includes(undefined)) { opened.notice(t("import_wrong", { name: file.name })); return; }
-  for (const each of found) await keep(find(each.id).take(each.data));
+  for (const [index, each] of found.entries()) {
+    await importPictures(each, files[index]);
+    await keep(find(each.id).take(each.data));
+  }
   opened.open(conversations.get(found[0].id));
   opened.notice(t("imported", { count: count(found.length) }), "good");
 }
@@ -73,7 +90,7 @@ export function startHistory(chat) {
   opened = chat;
   $("search").oninput = listConversations;
   $("search").onkeydown = event => { if (event.key === "Escape" && $("search").value) event.stopPropagation(); };
-  $("export").onclick = () => download("cllm-conversations.json", JSON.stringify(listed().filter(each => !each.empty).map(each => each.data), null, 2));
+  $("export").onclick = async () => download("cllm-conversations.json", await writeAll());
   $("import").onclick = () => $("import-file").click();
   $("import-file").onchange = async () => {
     for (const file of $("import-file").files) await importFile(file);

@@ -2,6 +2,7 @@
 import { button, copy, make } from "./dom.js";
 import { count, digits, duration, t } from "./language.js";
 import { MarkdownView } from "./markdown.js";
+import { makeTile } from "./pictures.js";
 import { draft, keepDraft } from "./storage.js";
 
 // What is known of an answer that has ended, in one line.
@@ -27,7 +28,7 @@ const WHOLE = ["stop", "tool_calls"];
 // The page was left before the answer had ended.
 const isOpen = node => !node.end?.reason && !node.stopped && !node.error;
 
-// `act` has what can be done: edit(node, text), regenerate(node), goOn(node), choose(node).
+// `act` has what can be done: edit(node, text, pictures), regenerate(node), goOn(node), choose(node).
 export class MessageView {
   constructor(conversation, node, act) {
     this.conversation = conversation;
@@ -39,9 +40,15 @@ export class MessageView {
     this.node = make("article", { className: "message " + node.role, ariaLabel: t(name) }, this.body, this.foot);
     this.node.dataset.id = node.id;
     if (node.role === "assistant") this.fillAnswer();
-    else this.body.append(make("div", { className: "plain" }, node.content));
+    else this.fillText();
+    if (node.pictures) this.node.prepend(make("div", { className: "pictures" }, ...node.pictures.map(picture => makeTile(conversation, picture))));
     this.fillFoot();
     if (node.role === "user" && draft(this.draft)) this.edit();
+  }
+
+  fillText() {
+    const { content } = this.message;
+    this.body.replaceChildren(...(content ? [make("div", { className: "plain" }, content)] : []));
   }
 
   get draft() { return `${this.conversation.id}/${this.message.id}`; }
@@ -125,16 +132,20 @@ export class MessageView {
   edit() {
     const input = make("textarea", { value: draft(this.draft) || this.message.content, ariaLabel: t("edit_placeholder"), className: "editing", rows: 3,
       oninput: () => keepDraft(this.draft, input.value) });
+    const pictures = new Map((this.message.pictures || []).map(picture => [picture, makeTile(this.conversation, picture, () => {
+      pictures.get(picture).remove();
+      pictures.delete(picture);
+    })]));
     const leave = () => {
       keepDraft(this.draft, "");
-      this.body.replaceChildren(make("div", { className: "plain" }, this.message.content));
+      this.fillText();
       this.node.classList.remove("edited");
       this.foot.hidden = false;
     };
     const done = () => {
       const text = input.value.trim();
-      if (!text) leave();
-      else if (this.act.edit(this.message, text)) leave();
+      if (!text && !pictures.size) leave();
+      else if (this.act.edit(this.message, text, [...pictures.keys()])) leave();
     };
     input.onkeydown = event => {
       if (event.key === "Escape") { event.stopPropagation(); leave(); }
@@ -142,7 +153,7 @@ export class MessageView {
     };
     this.node.classList.add("edited");
     this.foot.hidden = true;
-    this.body.replaceChildren(input, make("div", { className: "row choices" },
+    this.body.replaceChildren(make("div", { className: "attached" }, ...pictures.values()), input, make("div", { className: "row choices" },
       make("button", { type: "button", className: "primary", onclick: done }, t("save")),
       make("button", { type: "button", className: "quiet", onclick: leave }, t("cancel"))));
     if (input.scrollHeight) input.style.height = input.scrollHeight + 2 + "px";

@@ -59,7 +59,8 @@ async function readError(answer) {
   let found = {};
   try { found = await answer.json(); } catch { /* no JSON: the status must do */ }
   const inside = typeof found.error === "object" && found.error ? found.error : found;
-  const message = inside.message || t("odd_answer", { status: `${answer.status} ${answer.statusText}`.trim() });
+  const line = `${answer.status} ${answer.statusText}`.trim();
+  const message = answer.status === 413 ? t("too_large", { why: inside.message || line }) : inside.message || t("odd_answer", { status: line });
   return new ServerError(answer.status, inside.code || found.error || "", message);
 }
 

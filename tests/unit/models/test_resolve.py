@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from cllm.adapters import parse_adapter
@@ -16,7 +18,7 @@ from cllm.models.resolve import find_by_name, find_mmproj, resolve, resolve_conf
 from cllm.models.store import embedded_model, hf_cache
 from tests.driver.hub import FakeHub
 from tests.tiny_media import make_causal
-from tests.tiny_models import make_adapter
+from tests.tiny_models import make_adapter, write
 from tests.unit.models.conftest import REPO
 
 
@@ -155,6 +157,10 @@ def test_an_mmproj_beside_the_model_is_found(tmp_path: Path, monkeypatch: pytest
     assert find_mmproj(files.model) == find_mmproj(files.model, str(mmproj)) == str(mmproj)
     with pytest.raises(ModelFileError, match=r"there is no model file at .*c\.gguf"):
         find_mmproj(files.model, str(tmp_path / "c.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "d.gguf", "clip")
+    writer.add_tensor("mm.0.weight", np.zeros((3, 5), np.float32))
+    with pytest.raises(ModelFileError, match=r"--mmproj: .*d\.gguf is for another model"):
+        find_mmproj(files.model, str(write(writer, tmp_path / "d.gguf")))
     built[0] = None
     assert find_mmproj(files.model) == "", "text is served all the same"
     with pytest.raises(LibraryError, match="cllm build --media"):

@@ -13,6 +13,7 @@ import httpx
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
+from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS
 from cllm.server.app import FOLDER, POLICY, create_app, list_files, read_file
 from cllm.testing import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
@@ -109,6 +110,16 @@ def test_every_text_that_is_named_exists() -> None:
     named = set(re.findall(r'\bt\("(\w+)"[,)]', "\n".join(sources)))
     named |= set(re.findall(r'data-(?:text|label|placeholder)="(\w+)"', (FOLDER / "index.html").read_text()))
     assert len(named) > 60 and named <= known, named - known
+
+
+def test_the_page_has_the_server_s_limits_of_pictures() -> None:
+    text = (FOLDER / "pictures.js").read_text()
+    found = re.findall(r"MAX_\w+ = (\d+)(?: << (\d+))?", text)
+    assert [int(value) << int(shift or 0) for value, shift in found] == [
+        MAX_PICTURES,
+        MAX_PICTURE_BYTES,
+        MAX_PIXELS,
+    ]
 
 
 def test_a_file_is_compressed_and_asked_for_again_only_when_it_has_changed() -> None:
