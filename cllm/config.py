@@ -149,7 +149,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _option("Inter-token latency that chunked prefill keeps, ms. 0: 250, on GPUs alone 50.", 0)
     ] = 0
     max_itl_ms: Annotated[
-        int, _rare("Limit where the target costs over 3 % of speed, ms. 0: it if set, or 4 × its default.", 0)
+        int,
+        _rare(
+            "Limit where keeping the target costs over 3 % of speed, ms. 0: four targets, or one if set.", 0
+        ),
     ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
@@ -282,7 +285,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
-    models_memory_mb: Annotated[int, _option("Memory of models, MiB. 0: what is free at the start.", 0)] = 0
+    models_memory_mb: Annotated[
+        int, _option("Host memory of models, MiB. 0: what is free at the start.", 0)
+    ] = 0
     sleep_idle_s: Annotated[float, _rare("Unload a model idle for this long, seconds. 0: never.", 0)] = 0.0
     job_store_mb: Annotated[
         int, _option("Disk for files, batches and responses, MiB, in equal parts for keys. 0: none.", 0)
