@@ -29,7 +29,7 @@ from proof.shared.hostile import HostileRequests
 from tests.driver.http import HealthWatch
 from tests.driver.server import PATIENCE_S, Server, Stopwatch, wait_for
 
-COUNT, STREAMS, SENDERS = 20_000, 4, 4
+COUNT, STREAMS, SENDERS = 20_000, 4, 12
 QUIET_S, LIMIT_S = 30.0, 3600.0
 MAX_RATIO, MAX_HEALTH_S = 1.5, 0.1
 # Refusals, and what a server may say under load; anything else is a fault.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -33,6 +34,7 @@ from cllm.server.job_store import (
     find_folder,
     name_file,
 )
+from tests.profiles import examples
 
 Result = TypeVar("Result")
 TENANTS = ("", "a", "b")
@@ -326,3 +328,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=examples(25), deadline=None)  # each step waits for a disk
