@@ -158,8 +158,7 @@ class StepCostModel:
         self._surprised = False
         self._cost = known
         # The largest step so far: an estimate far beyond it is not to be trusted.
-        self.largest_prefill = 0
-        self.largest_attended = 0.0
+        self.largest_prefill, self.largest_attended, self.largest_transfer = 0, 0.0, 0
         # Shapes and seconds of decode steps, by bits of the rows and of the draft tokens; and the ratio of
         # these seconds to the estimate.
         self._decoded: dict[tuple[int, int], deque[list[Any]]] = {}
@@ -319,8 +318,9 @@ class StepCostModel:
     # Transfers -------------------------------------------------------------------------------------
 
     def observe_transfer(self, size: int, seconds: float, *, restore: bool) -> None:
-        """Learn from KV memory copied to host RAM, or back."""
-        if not self.frozen:
+        """Learn from KV memory copied to host RAM, or back. Of a few bytes, the call takes the time."""
+        self.largest_transfer = max(size, self.largest_transfer)
+        if not self.frozen and size * TILE >= self.largest_transfer:
             (self._restoring if restore else self._saving).observe(seconds / max(1, size))
 
     def save_s(self, size: int) -> float:

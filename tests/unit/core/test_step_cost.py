@@ -157,6 +157,14 @@ def test_one_slow_transfer_is_no_verdict_and_many_are_doubted_again() -> None:
     assert model.restore_s(1) == DEFAULT_TRANSFER_S
 
 
+def test_a_transfer_of_a_few_bytes_says_nothing_of_a_byte() -> None:
+    model = StepCostModel()
+    model.observe_transfer(1 << 20, 1e-3, restore=False)
+    for _ in range(9):
+        model.observe_transfer(44, 1e-4, restore=True)  # the state of a sequence without tokens
+    assert model.restore_s(1 << 20) == DEFAULT_TRANSFER_S * (1 << 20)
+
+
 def test_a_frozen_model_learns_nothing() -> None:
     known = StepCost(1.0, 2.0, 3.0, 4.0)
     model = StepCostModel(known=known, frozen=True)
