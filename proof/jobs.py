@@ -166,7 +166,9 @@ def try_prefixes(night: Night, given: Any, source: random.Random) -> bool:
         missed.append(max(0, given.prefix - usage["prompt_tokens_details"]["cached_tokens"]))
     missed = [each for each, one in zip(missed, answers, strict=True) if prompts[int(one["custom_id"])][0]]
     times, by = sum(missed) / given.prefix, sum(map(bool, missed))
-    print(f"prefixes: {count} of {2 * count} lines share {given.prefix} tokens: {times:.2f} times, by {by} lines")
+    print(
+        f"prefixes: {count} of {2 * count} lines share {given.prefix} tokens: {times:.2f} times, by {by} lines"
+    )
     return bool(len(answers) == 2 * count and times <= MAX_PREFIX)
 
 
