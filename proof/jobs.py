@@ -160,15 +160,11 @@ def try_prefixes(night: Night, given: Any, source: random.Random) -> bool:
     source.shuffle(prompts)
     night.begin({"prompt": prompt, "max_tokens": 4, "temperature": 0} for _, prompt in prompts)
     answers = night.read(night.wait()["output_file_id"])
-    missed = []
-    for one in answers:
-        usage = one["response"]["body"]["usage"]
-        missed.append(max(0, given.prefix - usage["prompt_tokens_details"]["cached_tokens"]))
-    missed = [each for each, one in zip(missed, answers, strict=True) if prompts[int(one["custom_id"])][0]]
+    shared = [one for one in answers if prompts[int(one["custom_id"])][0]]
+    details = [one["response"]["body"]["usage"]["prompt_tokens_details"] for one in shared]
+    missed = [max(0, given.prefix - each["cached_tokens"]) for each in details]
     times, by = sum(missed) / given.prefix, sum(map(bool, missed))
-    print(
-        f"prefixes: {count} of {2 * count} lines share {given.prefix} tokens: {times:.2f} times, by {by} lines"
-    )
+    print(f"prefixes: {count} of {2 * count} lines share {given.prefix} tokens: {times:.2f} times, by {by}")
     return bool(len(answers) == 2 * count and times <= MAX_PREFIX)
 
 
