@@ -157,7 +157,7 @@ class StepCostModel:
         self._fitted = 0  # the number of the last step that is in the estimate
         self._surprised = False
         self._cost = known
-        # The largest step so far: an estimate far beyond it is not to be trusted.
+        # The largest so far: far beyond a step no estimate is to be trusted, nor one from a tiny transfer.
         self.largest_prefill, self.largest_attended, self.largest_transfer = 0, 0.0, 0
         # Shapes and seconds of decode steps, by bits of the rows and of the draft tokens; and the ratio of
         # these seconds to the estimate.

@@ -46,7 +46,7 @@ class TokenMasks:
                     masks[sequence.id] = mask
         for sequence in sampling:
             if due := sequence.stopping.due:
-                masks[sequence.id] = np.arange(self._vocabulary.size) == due[0]
+                masks[sequence.id] = np.eye(1, self._vocabulary.size, due[0], np.bool_)[0]
             elif not sequence.stopping.endable:
                 masks[sequence.id] = self._without_ends(sequence, masks.get(sequence.id))
         return masks, failed

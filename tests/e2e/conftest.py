@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.driver.browser import open_browser
 from tests.driver.same_text import EXACT
 from tests.driver.server import Server
 from tests.e2e.clients import only_loopback
@@ -77,3 +79,9 @@ def quiet() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         only_loopback(patch)
         yield patch
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser

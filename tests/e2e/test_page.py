@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cllm.testing import call_tool, say
-from tests.driver.browser import Visitor, open_browser, visiting
+from tests.driver.browser import Visitor, visiting
 from tests.driver.server import Server, wait_for
 from tests.e2e.golden.record import scripted_server
 from tests.e2e.xss import PAYLOADS
@@ -49,12 +49,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with scripted_server(log, "--step-ms", "4", "--parallel", "2", "--api-key", KEY) as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from cllm.backend.llama.library import load
 from cllm.errors import LibraryError
-from tests.driver.browser import Visitor, open_browser, visiting
+from tests.driver.browser import Visitor, visiting
 from tests.driver.media import make_file, make_text, make_url
 from tests.driver.server import Server, wait_for
 from tests.tiny_media import make_causal
@@ -46,12 +46,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--mmproj", str(files.mmproj), "--parallel", "4", "--ctx-size", "4096")
     with Server(folder / "log", str(files.model), *options) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture

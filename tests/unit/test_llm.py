@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import re
@@ -220,7 +221,9 @@ def test_threads_that_use_a_model_first_wait_for_one_loading(slow: SlowLoad) -> 
     assert len(answers) == 4
 
 
-async def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
+async def test_a_cancelled_opening_closes_what_it_began(
+    slow: SlowLoad, caplog: pytest.LogCaptureFixture
+) -> None:
     asyncio.get_running_loop().call_later(0.1, slow.finish.set)
     llm = make_llm(AsyncLLM, slow)
     with pytest.raises(TimeoutError):
@@ -228,6 +231,9 @@ async def test_a_cancelled_opening_closes_what_it_began(slow: SlowLoad) -> None:
             raise AssertionError("it is not loaded")
     with pytest.raises(ShuttingDown, match="closed"):
         await llm.generate("x")
+    del llm
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_cancelled_first_call_leaves_the_model_to_the_next(slow: SlowLoad) -> None:
