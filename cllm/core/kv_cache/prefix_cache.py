@@ -142,8 +142,7 @@ class PrefixCache:
         planned = [length for length in other.stops if length <= common]
         if planned:
             return PrefixMatch(planned[-1], other)
-        min_length = self._min_length(other)
-        cut = longest_cut(common, other.num_computed, other.checkpoints, min_length)
+        cut = longest_cut(common, other.num_computed, other.checkpoints, self._min_length(other))
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
@@ -219,15 +218,17 @@ class PrefixCache:
         """
         assert match.ready
         first_start = sequence.decoded_tokens == 0
-        origin = match.origin
+        held, copied, origin = 0, False, match.origin
         in_place = isinstance(origin, SlotContent) and origin.seq_id == sequence.seq_id
-        held, copied = 0, False
         try:
             if in_place:
                 held = self._cut(sequence, match)
             elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
                 held = self._restore(sequence, entry, match)
-            elif not isinstance(origin, Entry):
+                shared = None if held else self._best_source(sequence, tuple(self._running.values()))
+                if shared is not None and shared.ready:  # cells of its slot are still to be copied elsewhere
+                    match, origin = shared, shared.origin
+            if not held and not in_place and not isinstance(origin, Entry):
                 position = sequence.request.prompt.next_position(match.length)
                 copied = self._runner.copy(origin.seq_id, sequence.seq_id, position) == position
                 held = match.length if copied else 0
@@ -273,8 +274,7 @@ class PrefixCache:
 
     def _restore(self, sequence: Sequence, entry: Entry, match: PrefixMatch) -> int:
         """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""
-        runner, seq_id = self._runner, sequence.seq_id
-        held = 0
+        runner, seq_id, held = self._runner, sequence.seq_id, 0
         if self._transfer.restore(seq_id, entry.state):
             self.host.touch(entry)
             if runner.next_position(seq_id) == entry.position:

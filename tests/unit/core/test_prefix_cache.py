@@ -314,6 +314,23 @@ def test_a_state_that_finds_no_room_now_is_kept(unified: bool, monkeypatch: pyte
     assert talk.text(neighbour) == expected_text(b"neighbour" * 10, 400, ends=False)
 
 
+def test_a_prefix_that_cannot_be_restored_now_is_copied_from_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the cells of the slot are still to be copied to another's."""
+    talk = Talk()
+    talk.ask(SYSTEM)
+    talk.offload()
+    running = talk.send(SYSTEM + (1,) * 10, 400)
+    talk.step(8)
+    monkeypatch.setattr(talk.fake, "restore", lambda seq_id, state: False)
+    refused = talk.send(SYSTEM + (2,) * 10, 1)
+    talk.finish()
+    assert talk.usage(running).cached_from == "ram"
+    assert talk.usage(refused).cached_tokens == len(SYSTEM) and talk.usage(refused).cached_from == "device"
+    assert talk.text(refused) == expected_text(SYSTEM + (2,) * 10, 1, ends=False)
+
+
 def test_a_state_that_is_refused_by_an_empty_memory_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk()
     talk.ask(SYSTEM)
