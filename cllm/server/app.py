@@ -30,6 +30,7 @@ from cllm.server.answer_log import AnswerLogs
 from cllm.server.background import BackgroundAnswers, call_route
 from cllm.server.batch_runner import BatchRunner
 from cllm.server.batches import ENDPOINTS
+from cllm.server.body import TenantTurns
 from cllm.server.dialect import JSON, HttpError, respond
 from cllm.server.dialects import DIALECTS, TABLE
 from cllm.server.dialects.responses import ROUTE as RESPONSES
@@ -40,7 +41,6 @@ from cllm.server.live import LiveFeed
 from cllm.server.middleware import PAGE_FILES, RequestMiddleware
 from cllm.server.openapi import make_description
 from cllm.server.sse import resume_stream
-from cllm.server.turns import TenantTurns
 
 FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
