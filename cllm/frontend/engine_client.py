@@ -18,42 +18,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cllm.errors import (
-    CllmError,
-    DeadlineExceeded,
-    EngineDied,
-    EngineError,
-    EngineNotReady,
-    InvalidRequest,
-    PoisonRequest,
-    ShuttingDown,
-    SlowReader,
-    from_code,
-)
+from cllm import errors, messages
 from cllm.frontend.engine_adapters import EngineAdapters
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
-from cllm.messages import (
-    AdapterDone,
-    CacheDone,
-    Cancel,
-    ClearCache,
-    ClusterReport,
-    Command,
-    Died,
-    Inspect,
-    Inspection,
-    LoadProgress,
-    Ready,
-    Report,
-    SlotAction,
-    StepReport,
-    Submit,
-    Unready,
-    UseSlot,
-)
 from cllm.types import (
     Failure,
     FinishReason,
@@ -106,7 +76,7 @@ class EngineClient:
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
-        self.error: CllmError | None = None  # why requests wait; while health is FAILED, are refused
+        self.error: errors.CllmError | None = None  # why requests wait; while health is FAILED, are refused
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.adapters = EngineAdapters(self._call, lambda: (each.request.prompt for each in self.requests))
@@ -152,7 +122,7 @@ class EngineClient:
         for worker in (self.tokenizer, self.media):
             if worker is not None:
                 worker.end(self.shutdown_message)
-        error = ShuttingDown(self.shutdown_message)
+        error = errors.ShuttingDown(self.shutdown_message)
         for state in self._queue.requests:
             self._drop(state, error)
         self._fail_calls(error)
@@ -175,7 +145,7 @@ class EngineClient:
         self.health = Health.STOPPED  # whatever was reported meanwhile
         self._computing = False
         if not self.loaded.done():
-            self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+            self.loaded.set_exception(errors.ShuttingDown("it was closed while the model was loading"))
         self.end_all()
 
     # Requests ----------------------------------------------------------------------------------------
@@ -187,7 +157,7 @@ class EngineClient:
                 raise self._closed_error()
             if self._queue.states:
                 self._queue.refuse_if_full(1, self.tenants.open(tenant))
-        except CllmError as error:
+        except errors.CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
 
@@ -200,9 +170,9 @@ class EngineClient:
             if request.adapter:
                 request = self.adapters.apply(request)
             if self.info is not None and not (self.info.generates or request.embed):
-                raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
+                raise errors.InvalidRequest.no_generation(self.info.name, self.info.architecture)
             state = self._queue.admit(request, stream, self.limits)
-        except CllmError as error:
+        except errors.CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
         self.metrics.accepted.inc()
@@ -223,31 +193,31 @@ class EngineClient:
             self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
             self._dispatch()  # others may have waited for it
         else:
-            self._executor.send(Cancel(request_id))
+            self._executor.send(messages.Cancel(request_id))
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
-        return self._call(Inspect)
+        return self._call(messages.Inspect)
 
-    def use_slot(self, action: SlotAction, slot: int, name: str = "") -> Future[CacheDone]:
+    def use_slot(self, action: messages.SlotAction, slot: int, name: str = "") -> Future[messages.CacheDone]:
         """Save what a slot holds under a name, restore it, or forget it; fails with why not."""
-        return self._call(lambda call_id: UseSlot(call_id, action, slot, name))
+        return self._call(lambda call_id: messages.UseSlot(call_id, action, slot, name))
 
-    def clear_cache(self) -> Future[CacheDone]:
+    def clear_cache(self) -> Future[messages.CacheDone]:
         """Forget every cached prefix, in all tiers."""
-        return self._call(ClearCache)
+        return self._call(messages.ClearCache)
 
-    def _call(self, command: Callable[[int], Command]) -> Future[Any]:
+    def _call(self, command: Callable[[int], messages.Command]) -> Future[Any]:
         future: Future[Any] = Future()
         if self._computing:
             call_id = next(self._call_ids)
             self._calls[call_id] = future
             self._executor.send(command(call_id))
         else:
-            future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
+            future.set_exception(errors.EngineNotReady(f"the engine is {self.health.value}"))
         return future
 
-    def _fail_calls(self, error: CllmError) -> None:
+    def _fail_calls(self, error: errors.CllmError) -> None:
         calls, self._calls = self._calls, {}
         for future in calls.values():
             settle(future, error)
@@ -257,10 +227,10 @@ class EngineClient:
         """The request table as it is now."""
         return self._queue.requests
 
-    def _closed_error(self) -> CllmError:
+    def _closed_error(self) -> errors.CllmError:
         if self.health is Health.FAILED:
-            return self.error or EngineDied("the engine is gone")
-        return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
+            return self.error or errors.EngineDied("the engine is gone")
+        return errors.ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
         """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
@@ -269,12 +239,12 @@ class EngineClient:
             sent = True
             for state in self._queue.next_for_engine(self.limits):
                 try:
-                    self._executor.send(Submit(state.resumption or state.request))
+                    self._executor.send(messages.Submit(state.resumption or state.request))
                 except Exception as error:
                     sent = False
-                    if not isinstance(error, CllmError):
+                    if not isinstance(error, errors.CllmError):
                         log.exception("request %s could not be sent to the engine", state.request.id)
-                        error = EngineError("this request could not be sent to the engine")
+                        error = errors.EngineError("this request could not be sent to the engine")
                     self._fail(state, error)
         due = self._queue.look_again_at
         if sent and due is not None and due > self._looks_at:
@@ -293,16 +263,16 @@ class EngineClient:
             return
         self.metrics.deadlines.labels(state.stage.value).inc()
         where = "still waiting" if state.stage is Stage.QUEUED else "still being computed"
-        self._drop(state, DeadlineExceeded(state.timeout_s or 0.0, where))
+        self._drop(state, errors.DeadlineExceeded(state.timeout_s or 0.0, where))
         self._dispatch()
 
     # Reports -----------------------------------------------------------------------------------------
 
-    def _receive(self, run: int, report: Report) -> None:
+    def _receive(self, run: int, report: messages.Report) -> None:
         """Handle a report of a run; hand outputs to their streams."""
         if run != self._run or self.health is Health.STOPPED:
             return
-        if not isinstance(report, StepReport):
+        if not isinstance(report, messages.StepReport):
             self._change_state(report)
             return
         self.metrics.step(report.stats)
@@ -334,7 +304,7 @@ class EngineClient:
             if self.unread_limit is not None and state.stream.unread_bytes > self.unread_limit:
                 changed = True
                 self.metrics.slow_readers.inc()
-                self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
+                self._drop(state, errors.SlowReader("the answer was not read: too much of it was waiting"))
         self._queue.charge_slots({*report.preempted, *(output.request_id for output in report.outputs)})
         self.metrics.generated_tokens.inc(generated)
         if completed and self._backoff.count:
@@ -342,19 +312,19 @@ class EngineClient:
         if changed:
             self._dispatch()
 
-    def _change_state(self, report: Report) -> None:
+    def _change_state(self, report: messages.Report) -> None:
         match report:
-            case Inspection(call_id, snapshot) if call_id in self._calls:
+            case messages.Inspection(call_id, snapshot) if call_id in self._calls:
                 settle(self._calls.pop(call_id), snapshot)
-            case CacheDone(call_id) if call_id in self._calls:
+            case messages.CacheDone(call_id) if call_id in self._calls:
                 settle(self._calls.pop(call_id), report.failure or report)
-            case AdapterDone(call_id, adapter, loaded_bytes, failure) if call_id in self._calls:
+            case messages.AdapterDone(call_id, adapter, loaded_bytes, failure) if call_id in self._calls:
                 self.metrics.memory.labels("adapters").set(loaded_bytes)
                 settle(self._calls.pop(call_id), failure or adapter)
-            case LoadProgress(fraction):
+            case messages.LoadProgress(fraction):
                 if self._on_loading is not None:
                     self._on_loading(fraction)
-            case Ready(info, limits, memory):
+            case messages.Ready(info, limits, memory):
                 self.metrics.loaded(limits, memory)
                 self.info = msgspec.structs.replace(info, sees=self.sees)
                 self.limits, self.error = limits, None
@@ -366,16 +336,16 @@ class EngineClient:
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self._dispatch()
-            case Unready(message, given_up):
+            case messages.Unready(message, given_up):
                 self._computing = False
                 self.metrics.ready.set(0)
-                self._give_up(EngineNotReady(message), waits=not given_up)
-            case ClusterReport():
+                self._give_up(errors.EngineNotReady(message), waits=not given_up)
+            case messages.ClusterReport():
                 self.metrics.replicas.report = report
-            case Died(code, message):
-                self._on_crash(from_code(code, message))
+            case messages.Died(code, message):
+                self._on_crash(errors.from_code(code, message))
 
-    def _on_crash(self, error: CllmError) -> None:
+    def _on_crash(self, error: errors.CllmError) -> None:
         """Survive native death: a new run starts, and requests go on there with what they have said."""
         self.metrics.crashed()
         self._computing = False
@@ -392,11 +362,11 @@ class EngineClient:
                 self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
             else:
                 self._backoff.progress()
-                self._fail(state, PoisonRequest("the engine died each time it computed this request"))
+                self._fail(state, errors.PoisonRequest("the engine died each time it computed this request"))
         delay_s = self._backoff.next_delay()
         if self._backoff.exhausted:
             times = f"the engine crashed {self._backoff.count} times in a row"
-            refusal = EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
+            refusal = errors.EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
             refusal.retry_after_s = delay_s
             self._give_up(refusal)
         elif self.health is not Health.DRAINING:
@@ -404,7 +374,7 @@ class EngineClient:
         self.metrics.restarts.inc()
         self._start_run(delay_s)
 
-    def _give_up(self, error: CllmError, *, waits: bool = False) -> None:
+    def _give_up(self, error: errors.CllmError, *, waits: bool = False) -> None:
         """No engine is there: every request, present and later, fails until Ready, unless it `waits`."""
         if self.health is not Health.DRAINING:
             self.health = Health.RESTARTING if waits else Health.FAILED
@@ -416,13 +386,13 @@ class EngineClient:
 
     # Endings -----------------------------------------------------------------------------------------
 
-    def _drop(self, state: RequestState, error: CllmError) -> None:
+    def _drop(self, state: RequestState, error: errors.CllmError) -> None:
         """End a request from this side; the engine frees what it holds as after a cancel."""
         if state.stage is Stage.ENGINE:
-            self._executor.send(Cancel(state.request.id))
+            self._executor.send(messages.Cancel(state.request.id))
         self._fail(state, error)
 
-    def _fail(self, state: RequestState, error: CllmError) -> None:
+    def _fail(self, state: RequestState, error: errors.CllmError) -> None:
         failure = Failure(error.code, error.message)
         self._end(
             state,

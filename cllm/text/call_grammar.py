@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cllm.limits import MAX_PROPERTIES, MAX_SOURCE, check
+from cllm.text import json_schema
 from cllm.text.chat_format import (
     GEMMA_QUOTE,
     CallStyle,
@@ -18,15 +19,6 @@ from cllm.text.chat_format import (
     split_slots,
     write_gemma,
     write_python,
-)
-from cllm.text.json_schema import (
-    check_schemas,
-    escape_name,
-    escape_regex,
-    get_text_expression,
-    get_types,
-    get_values,
-    resolve,
 )
 from cllm.types import ConstraintKind, ConstraintSpec
 
@@ -47,7 +39,7 @@ def make_call_grammar(
     Forced calls are the whole answer, or all that follows the reasoning. Others are constrained from their
     opening on; None where calls have none.
     """
-    check_schemas([tool.schema for tool in tools], _FIELD)
+    json_schema.check_schemas([tool.schema for tool in tools], _FIELD)
     form = chat_format.calls
     triggers: tuple[str, ...] = ()
     skipped = chat_format.lead
@@ -154,7 +146,7 @@ class _Grammar:
         for key, slot in self._form.keys:
             name = tool.name if key == Slot.NAME else key
             if slot == Slot.ARGUMENTS:
-                here = f"#{place}/properties/{escape_name(name)}"
+                here = f"#{place}/properties/{json_schema.escape_name(name)}"
                 properties[name] = relocate(forbid_extra_arguments(tool.schema), here)
             elif slot in _SLOTS:
                 properties[name] = {"type": "string", "pattern": f"^{_SLOTS[slot]}$"}
@@ -196,13 +188,13 @@ class _Grammar:
         self._count_value()
         form = self._form
         schema = schema if isinstance(schema, Mapping) else {}
-        types = get_types(schema, root)
+        types = json_schema.get_types(schema, root)
         if form.style is CallStyle.PYTHON:
             return f"{json.dumps(key + '=')} {self._python(rule, schema, types, root)}"
         if form.style is CallStyle.GEMMA:
             return f"{json.dumps(key + ':')} {self._gemma(rule, schema, root)}"
         if form.types and len(types) > 1:  # what is written before a value says its type
-            resolved = resolve(schema, root)
+            resolved = json_schema.resolve(schema, root)
             options = get_options(resolved, 0) or [{"const": value} for value in resolved.get("enum", ())]
             each = [self._argument(f"{rule}_{n}", key, one, root) for n, one in enumerate(options)]
             if each:
@@ -215,8 +207,8 @@ class _Grammar:
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
         self._count_value()
-        mark, schema = self._form.nested, resolve(schema, root)
-        types = get_types(schema, root)
+        mark, schema = self._form.nested, json_schema.resolve(schema, root)
+        types = json_schema.get_types(schema, root)
         if options := get_options(schema, depth):
             rules = ((f"{rule}_{number}", option) for number, option in enumerate(options))
             each = (self._tagged(name, closing, option, root, depth + 1) for name, option in rules)
@@ -246,20 +238,20 @@ class _Grammar:
 
     def _raw(self, rule: str, closing: str, schema: Mapping[str, Any]) -> str:
         """A text up to its closing."""
-        if (values := get_values(schema)) is not None:
+        if (values := json_schema.get_values(schema)) is not None:
             shown = (value if isinstance(value, str) else json.dumps(value) for value in values)
             return f"({_any(map(json.dumps, shown))}) {self._text(closing)}"
-        text = get_text_expression(schema)
+        text = json_schema.get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
-        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{escape_regex(plain)}/")
+        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{json_schema.escape_regex(plain)}/")
         return f"{rule}_text {self._text(closing[len(plain) :])}"
 
     def _python(
         self, rule: str, schema: Mapping[str, Any], types: frozenset[str], root: Mapping[str, Any]
     ) -> str:
-        schema = resolve(schema, root)
-        if (values := get_values(schema)) is not None:
+        schema = json_schema.resolve(schema, root)
+        if (values := json_schema.get_values(schema)) is not None:
             return f"({_any(json.dumps(write_python(value)) for value in values)})"
         value = self._json(schema, root)
         if types == {"string"} and not schema.keys() & {"pattern", "format", "anyOf", "oneOf", "allOf"}:
@@ -269,9 +261,9 @@ class _Grammar:
     def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value as Gemma writes it."""
         self._count_value()
-        schema = resolve(schema, root)
-        types = get_types(schema, root)
-        if (values := get_values(schema)) is not None:
+        schema = json_schema.resolve(schema, root)
+        types = json_schema.get_types(schema, root)
+        if (values := json_schema.get_values(schema)) is not None:
             return f"({_any(self._text(write_gemma(value)) for value in values)})"
         if options := get_options(schema, depth):
             each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
