@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`: its answers and its route; streams of any route, to reconnect to."""
+"""OpenAI's `/v1/chat/completions`: its answers and its route."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from starlette.responses import Response
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.frontend.async_calls import loaded
-from cllm.server.answer_log import NO_STREAM
 from cllm.server.body import run_in_turn
 from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
 from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
-from cllm.server.dialects.operation import CancelledResponse
-from cllm.server.sse import EventStream, collect, resume_stream
+from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
 from cllm.types import FinishReason, TokenLogprob
 
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'
-_NOT_FOUND = {404: ("not_found", NO_STREAM, "No such stream, or none any more")}
 _CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
@@ -312,19 +309,3 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     if body.prompt_logprobs is None:
         return renderer.whole(replies, session, **more)
     return await asyncio.to_thread(renderer.whole, replies, session, **more)  # long prompts take a while
-
-
-@openai.get("/v1/streams/{stream_id}", None, events=EXAMPLE_EVENTS, errors=_NOT_FOUND)
-async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
-    """Return the events of a stream after the one of `Last-Event-ID`, or all, then those to come.
-
-    The id of a stream is in the header `X-Stream-Id` of its response, and in the ids of its events.
-    """
-    return resume_stream(http, stream_id)
-
-
-@openai.delete("/v1/streams/{stream_id}", CancelledResponse("chatcmpl-1"), errors=_NOT_FOUND)
-async def cancel_stream(stream_id: str, http: HttpRequest) -> CancelledResponse:
-    """Cancel the answer of a stream."""
-    http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id)[0].cancel()
-    return CancelledResponse(stream_id)
