@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cllm.backend.llama.declarations import DECLARED, Functions
 from cllm.build.build import find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
-from cllm.build.media import find_media
-from cllm.build.module import Module, choose_module, find_modules
+from cllm.build.module import Module, choose_module, find_media, find_modules
 from cllm.build.toolchain import BINDINGS_VERSION
 from cllm.errors import LibraryError
 
