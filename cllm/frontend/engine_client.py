@@ -18,29 +18,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cllm import errors, messages
+from cllm import errors, messages, types
 from cllm.frontend.engine_adapters import EngineAdapters
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
-from cllm.types import (
-    Failure,
-    FinishReason,
-    Health,
-    Limits,
-    ModelInfo,
-    Request,
-    RequestOutput,
-    Snapshot,
-    Usage,
-)
 from cllm.workers.executor import ProcessExecutor, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=AsyncOutputStream)
-_CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
+_CLOSED = (types.Health.DRAINING, types.Health.STOPPED, types.Health.FAILED)
 
 
 class EngineClient:
@@ -62,9 +51,9 @@ class EngineClient:
         tenants: Tenants | None = None,
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
-        self.health = Health.LOADING
-        self.info: ModelInfo | None = None
-        self.limits: Limits | None = None
+        self.health = types.Health.LOADING
+        self.info: types.ModelInfo | None = None
+        self.limits: types.Limits | None = None
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = executor
@@ -96,7 +85,7 @@ class EngineClient:
         self._start_run()
 
     def _start_run(self, delay_s: float = 0.0) -> None:
-        if self.health is not Health.STOPPED:
+        if self.health is not types.Health.STOPPED:
             self._run += 1
             self._executor.start(partial(self._deliver, self._receive, self._run), delay_s)
 
@@ -115,7 +104,7 @@ class EngineClient:
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
-        self.health = Health.DRAINING
+        self.health = types.Health.DRAINING
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
@@ -132,7 +121,7 @@ class EngineClient:
 
         From any thread; idempotent.
         """
-        self.health = Health.STOPPED
+        self.health = types.Health.STOPPED
         if not wake:
             self._loop = None  # it stays asleep: at exit, its thread must not run any more
         elif self._loop is None:
@@ -142,7 +131,7 @@ class EngineClient:
         self._executor.stop()
 
     def _close(self) -> None:
-        self.health = Health.STOPPED  # whatever was reported meanwhile
+        self.health = types.Health.STOPPED  # whatever was reported meanwhile
         self._computing = False
         if not self.loaded.done():
             self.loaded.set_exception(errors.ShuttingDown("it was closed while the model was loading"))
@@ -161,7 +150,7 @@ class EngineClient:
             self.metrics.refused.labels(error.code).inc()
             raise
 
-    def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
+    def submit(self, request: types.Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
         try:
@@ -190,12 +179,14 @@ class EngineClient:
             return
         state.cancelled = True
         if state.stage is Stage.QUEUED:
-            self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            self._end(
+                state, types.RequestOutput(request_id=request_id, finish_reason=types.FinishReason.CANCELLED)
+            )
             self._dispatch()  # others may have waited for it
         else:
             self._executor.send(messages.Cancel(request_id))
 
-    def inspect(self) -> Future[Snapshot]:
+    def inspect(self) -> Future[types.Snapshot]:
         """The engine's own account of itself, taken between two steps."""
         return self._call(messages.Inspect)
 
@@ -228,7 +219,7 @@ class EngineClient:
         return self._queue.requests
 
     def _closed_error(self) -> errors.CllmError:
-        if self.health is Health.FAILED:
+        if self.health is types.Health.FAILED:
             return self.error or errors.EngineDied("the engine is gone")
         return errors.ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
@@ -270,7 +261,7 @@ class EngineClient:
 
     def _receive(self, run: int, report: messages.Report) -> None:
         """Handle a report of a run; hand outputs to their streams."""
-        if run != self._run or self.health is Health.STOPPED:
+        if run != self._run or self.health is types.Health.STOPPED:
             return
         if not isinstance(report, messages.StepReport):
             self._change_state(report)
@@ -296,7 +287,7 @@ class EngineClient:
                 generated += count
             if output.finish_reason is not None:
                 changed = True
-                completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                completed |= output.finish_reason in (types.FinishReason.STOP, types.FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
@@ -331,8 +322,8 @@ class EngineClient:
                 self._computing = True
                 self._backoff.ready()
                 self.adapters.restore()
-                if self.health is not Health.DRAINING:
-                    self.health = Health.READY
+                if self.health is not types.Health.DRAINING:
+                    self.health = types.Health.READY
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self._dispatch()
@@ -358,8 +349,8 @@ class EngineClient:
         log.error("the engine died: %s (%d requests lost, %d go on)", error, len(lost), len(kept))
         for state in lost:
             if state.cancelled:
-                reason = FinishReason.CANCELLED
-                self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
+                reason = types.FinishReason.CANCELLED
+                self._end(state, types.RequestOutput(request_id=state.request.id, finish_reason=reason))
             else:
                 self._backoff.progress()
                 self._fail(state, errors.PoisonRequest("the engine died each time it computed this request"))
@@ -369,15 +360,15 @@ class EngineClient:
             refusal = errors.EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
             refusal.retry_after_s = delay_s
             self._give_up(refusal)
-        elif self.health is not Health.DRAINING:
-            self.health = Health.RESTARTING
+        elif self.health is not types.Health.DRAINING:
+            self.health = types.Health.RESTARTING
         self.metrics.restarts.inc()
         self._start_run(delay_s)
 
     def _give_up(self, error: errors.CllmError, *, waits: bool = False) -> None:
         """No engine is there: every request, present and later, fails until Ready, unless it `waits`."""
-        if self.health is not Health.DRAINING:
-            self.health = Health.RESTARTING if waits else Health.FAILED
+        if self.health is not types.Health.DRAINING:
+            self.health = types.Health.RESTARTING if waits else types.Health.FAILED
         self.error = error
         if not waits:
             for state in self._queue.requests:
@@ -393,17 +384,19 @@ class EngineClient:
         self._fail(state, error)
 
     def _fail(self, state: RequestState, error: errors.CllmError) -> None:
-        failure = Failure(error.code, error.message)
+        failure = types.Failure(error.code, error.message)
         self._end(
             state,
-            RequestOutput(request_id=state.request.id, finish_reason=FinishReason.ERROR, error=failure),
+            types.RequestOutput(
+                request_id=state.request.id, finish_reason=types.FinishReason.ERROR, error=failure
+            ),
         )
 
-    def _end(self, state: RequestState, output: RequestOutput) -> None:
+    def _end(self, state: RequestState, output: types.RequestOutput) -> None:
         """The one place where a request leaves the table, with its one terminal output."""
         now = time.monotonic()
         if (usage := output.usage) is None:  # made here, where the whole cost is not known
-            usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
+            usage = types.Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
         if output.usage is None or state.resumption is not None:
             output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)
