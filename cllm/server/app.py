@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -141,15 +141,10 @@ async def _on_http(http: Request, error: HTTPException) -> Response:
     response = respond(http.scope, HttpError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     if error.status_code == 405:
-        response.headers["Allow"] = ", ".join(_list_methods(http.scope["path"]))
+        path, routes = http.scope["path"], [each for one in DIALECTS for each in one.routes if each.shown]
+        found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
+        response.headers["Allow"] = ", ".join(sorted({each.method for each in routes if each.path == found}))
     return response
-
-
-def _list_methods(path: str) -> Sequence[str]:
-    """The methods of the documented routes that have a path."""
-    routes = [route for dialect in DIALECTS for route in dialect.routes if route.shown]
-    found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
-    return sorted({route.method for route in routes if route.path == found})
 
 
 # The page ---------------------------------------------------------------------------------------------

@@ -155,10 +155,6 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     return_documents: Annotated[bool, about("Return each document beside its score")] = False
     return_text: Annotated[bool, about("The same for `texts`")] = False
 
-    @property
-    def plain_texts(self) -> tuple[str, ...]:
-        return tuple(one if isinstance(one, str) else one.text for one in self.documents)
-
 
 class ScoreBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/score`."""
@@ -412,7 +408,7 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
 async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[RankedInList]:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
-    texts = body.plain_texts
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
     scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
     if body.texts is not None:
