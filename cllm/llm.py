@@ -49,6 +49,7 @@ from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.resolve import resolve_config
 from cllm.server.dialects.openai.bodies import ChatBody, OpenAIBody
 from cllm.server.dialects.openai.completions import CompletionBody
+from cllm.server.dialects.openai.embeddings import to_vector
 from cllm.server.submit import check_tokens, make_request
 from cllm.types import (
     SEED_SPACE,
@@ -64,7 +65,6 @@ from cllm.types import (
     TokenLogprob,
     Usage,
 )
-from cllm.vectors import to_vector
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.supervisor import WORKER_MODULE
 
@@ -174,10 +174,10 @@ def _make_request(
         engine,
         None,
         body,
-        request_id=uuid.uuid4().hex,
-        max_tokens=body.max_tokens,
+        uuid.uuid4().hex,
+        body.max_tokens,
+        body.stop,
         sampling=msgspec.structs.replace(sampling, seed=seed),
-        stop=body.stop,
         logprobs=logprobs or None,
         prompt_logprobs=body.prompt_logprobs,
         adapter=adapter,

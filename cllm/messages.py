@@ -10,21 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from cllm import types
 from cllm.adapters import Adapter
 from cllm.errors import ContextLengthExceeded
 from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptInput, RawText, check_length
-from cllm.types import (
-    ConstraintSpec,
-    Failure,
-    HasBound,
-    Limits,
-    ModelInfo,
-    Prompt,
-    Request,
-    RequestOutput,
-    Snapshot,
-    TokenBound,
-)
 
 SlotAction = Literal["save", "restore", "erase"]
 
@@ -32,7 +21,7 @@ SlotAction = Literal["save", "restore", "erase"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    request: Request
+    request: types.Request
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -121,14 +110,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StepReport(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one step, for all requests together."""
 
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[types.RequestOutput, ...]
     stats: StepStats
     preempted: tuple[str, ...] = ()  # ids of requests that have begun and hold no slot
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):
     call_id: int
-    snapshot: Snapshot
+    snapshot: types.Snapshot
 
 
 class CacheDone(msgspec.Struct, frozen=True, tag=True):
@@ -138,7 +127,7 @@ class CacheDone(msgspec.Struct, frozen=True, tag=True):
     prefixes: int = 0
     tokens: int = 0
     size: int = 0  # bytes of the file
-    failure: Failure | None = None
+    failure: types.Failure | None = None
 
 
 class AdapterDone(msgspec.Struct, frozen=True, tag=True):
@@ -147,7 +136,7 @@ class AdapterDone(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     adapter: Adapter  # as it was read
     loaded_bytes: int = 0  # of all adapters
-    failure: Failure | None = None
+    failure: types.Failure | None = None
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -155,8 +144,8 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    info: ModelInfo
-    limits: Limits
+    info: types.ModelInfo
+    limits: types.Limits
     memory: dict[str, int] = {}  # bytes, by part
 
 
@@ -211,7 +200,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     inputs: tuple[PromptInput, ...]
     max_tokens: int = 0
-    constraint: ConstraintSpec | None = None  # of the answer; refused where it cannot be compiled
+    constraint: types.ConstraintSpec | None = None  # of the answer; refused where it cannot be compiled
     texts: tuple[str, ...] = ()  # tokenised as they are: a prediction, texts with a bias
 
 
@@ -260,7 +249,7 @@ class EncodeMedia(msgspec.Struct, frozen=True, tag=True):
 TokenizerTask = Prepare | TokenizeTexts | TokenizePairs | RenderChat | Detokenize | SpellTokens | EncodeMedia
 
 
-def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
+def check_task(task: TokenizerTask, vocabulary: types.HasBound) -> None:
     """Refuse a task whose text has too many bytes, before it is tokenised. Raises ContextLengthExceeded.
 
     Not a conversation: its template may leave text out, so it is checked when it is rendered.
@@ -298,7 +287,7 @@ def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
 class TokenizerReady(msgspec.Struct, frozen=True, tag=True):
     """The first report of a tokenizer worker: its vocabulary is loaded."""
 
-    bound: TokenBound
+    bound: types.TokenBound
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -321,12 +310,12 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
 class EncodedMedia(msgspec.Struct, frozen=True, tag=True):
     """Pictures as parts of a prompt, and the rows of their spans by digest, as 32-bit floats."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[types.Prompt, ...]
     rows: dict[str, bytes] = {}
     encoded: int = 0  # pictures that were not in the cache
 
 
-TokenizerAnswer = Prepared | TokenLists | Text | Pieces | EncodedMedia | Failure
+TokenizerAnswer = Prepared | TokenLists | Text | Pieces | EncodedMedia | types.Failure
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

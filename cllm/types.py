@@ -447,10 +447,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     end_text: str = ""
     sees: bool = False  # it takes pictures: it has an mmproj
 
-    def template_for(self, *, tools: bool) -> str | None:
-        """The chat template of a conversation with or without tools."""
-        return self.tool_template if tools and self.tool_template else self.chat_template
-
 
 class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of one embedding step. Its memory is apart from the KV cells of generation."""

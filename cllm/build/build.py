@@ -5,8 +5,8 @@
 
 Only what is loaded is built (libllama, and ggml for the CPU), with the flags that this CPU and compiler
 need. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
-With `--gpu` a module for the GPU is built beside it (`cllm.build.module`), with `--media` libmtmd for models
-that take pictures or sound (`cllm.build.media`).
+With `--gpu` a module for the GPU is built beside it, with `--media` libmtmd for models that take pictures or
+sound (`cllm.build.module`).
 Standard library only: this runs before the dependencies are installed.
 """
 
@@ -28,10 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from cllm.build import media, module, options, toolchain
+from cllm.build import module, options, toolchain
 from cllm.build.gpus import find_gpus
-from cllm.build.media import MediaOptions
-from cllm.build.module import ModuleOptions
+from cllm.build.module import MediaOptions, ModuleOptions
 from cllm.build.options import LEFT_OUT_VARIANTS, SERVER_PROGRAMS, BuildOptions
 from cllm.build.toolchain import BuildError, cache_directory, log
 
@@ -109,12 +108,12 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
 
 def build_media(library: Path, compiler: str | None = None, *, jobs: int = 0, force: bool = False) -> Path:
     """Build libmtmd for the library in a folder, unless it is there; returns its path. Raises BuildError."""
-    if not force and (found := media.find_media(library)) is not None:
+    if not force and (found := module.find_media(library)) is not None:
         return found
     chosen = MediaOptions(toolchain.find_compiler(cache_directory() / "tools", compiler), library)
     duration = "about a minute on two cores, once"
     target = _build_beside(chosen, jobs or toolchain.default_jobs(), duration, force=force)
-    return next(target.glob(f"lib{media.TARGET}.*"))
+    return next(target.glob(f"lib{module.MEDIA_TARGET}.*"))
 
 
 def _build_beside(options: ModuleOptions | MediaOptions, jobs: int, duration: str, *, force: bool) -> Path:

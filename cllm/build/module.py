@@ -1,8 +1,13 @@
-"""GPU module: a backend of ggml for one kind of GPU, loaded beside the CPU library of the same version.
+"""Modules: what is loaded beside the CPU library of the same version. Standard library only.
 
-It is a second configuration of the same source, of which only the backend is kept: `libggml-cuda.so` in the
-folder `CACHE/native/<version>-<machine>-cuda-<digest>/`. The CPU library stays as it is, so one cache folder
-serves machines with and without the GPU. Standard library only.
+A GPU module is a backend of ggml for one kind of GPU. It is a second configuration of the same source, of
+which only the backend is kept: `libggml-cuda.so` in the folder
+`CACHE/native/<version>-<machine>-cuda-<digest>/`. The CPU library stays as it is, so one cache folder serves
+machines with and without the GPU.
+
+libmtmd turns pictures and sound into rows of embeddings. It takes more than a minute on two cores, so it is
+built only for models that need it: as a project of its own, against the finished library. Its folder is
+`CACHE/native/<version>-<machine>-media-<digest>/`; one serves all CPUs of an architecture.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +42,17 @@ _OPTIONS = (
 # is for validation, which is off: a driver skips what it does not know.
 OLD_VULKAN = Path(__file__).with_name("old_vulkan.hpp")
 _VULKAN_HEADERS = ("vulkan/vulkan.hpp", "spirv/unified1/spirv.hpp")
+MEDIA_TARGET = "mtmd"
+MEDIA_PROJECT = Path(__file__).with_name("libmtmd")
+_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+_MEDIA_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",  # it builds graphs; the arithmetic is ggml's
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+    "-DCMAKE_SKIP_RPATH=ON",  # what it needs is loaded before it
+    "-DMTMD_VIDEO=OFF",  # it would start ffmpeg
+)
 
 
 class Module(NamedTuple):
@@ -203,3 +220,54 @@ def _find_glslc(compiler: Compiler) -> Path:
             "(Debian: apt install glslc libvulkan-dev spirv-headers)"
         )
     return Path(found)
+
+
+# libmtmd ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """Options of a build of libmtmd against the library in a folder."""
+
+    compiler: Compiler
+    library: Path
+    target = MEDIA_TARGET
+    project = MEDIA_PROJECT
+
+    @property
+    def key(self) -> str:
+        """The name of its folder: without the CPU's features, which it does not use."""
+        return f"{BINDINGS_VERSION}-{machine()}-media-{digest([self.compiler.identity, media_revision()])}"
+
+    def cmake_arguments(self) -> list[str]:
+        """CMake's arguments without the folders of the source and the build."""
+        compilers = (("C", self.compiler.c), ("CXX", self.compiler.cxx))
+        return [
+            *_MEDIA_OPTIONS,
+            *(f"-DCMAKE_{language}_COMPILER={';'.join(command)}" for language, command in compilers),
+            f"-DLIBRARIES={self.library}",
+            f"-DSUFFIX=.{_SUFFIX}",
+        ]
+
+    def info(self) -> dict[str, Any]:
+        """The part of its `build.json` that says what it is."""
+        return {**_wanted_media(), "compiler": self.compiler.identity}
+
+    def __str__(self) -> str:
+        return f"libmtmd for pictures and sound, {self.compiler.identity}"
+
+
+def media_revision() -> str:
+    """A digest of the options: an older build with other ones is not loaded."""
+    return digest([*_MEDIA_OPTIONS, (MEDIA_PROJECT / "CMakeLists.txt").read_text(encoding="utf-8")])
+
+
+def find_media(library: Path) -> Path | None:
+    """The libmtmd for the library in a folder: beside it, with its programs, or of `cllm build --media`."""
+    name = f"lib{MEDIA_TARGET}.{_SUFFIX}"
+    folders = (library, library / "bin", *find_builds(_wanted_media()))
+    return next((folder / name for folder in folders if (folder / name).exists()), None)
+
+
+def _wanted_media() -> dict[str, Any]:
+    return {"version": BINDINGS_VERSION, "machine": machine(), "media": media_revision()}

@@ -15,32 +15,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from cllm import messages
 from cllm.cluster.link import Draining, FromReplica
 from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer, ReplicaReport, hash_blocks
 from cllm.cluster.replica_metrics import ReplicaMetrics, add_states, add_work, merge_ready
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
-from cllm.messages import (
-    AdapterDone,
-    CacheDone,
-    Cancel,
-    ClearCache,
-    ClusterReport,
-    Command,
-    Died,
-    Heartbeat,
-    Inspect,
-    Inspection,
-    LoadAdapter,
-    Ready,
-    ReplicaStatus,
-    Report,
-    StepReport,
-    StepStats,
-    Submit,
-    UnloadAdapter,
-    Unready,
-    UseSlot,
-)
 from cllm.types import Failure, FinishReason, Request, RequestOutput
 from cllm.workers.supervisor import ResumableRequest
 
@@ -67,10 +46,10 @@ class RemoteReplica:
         self.number = number  # for the placer; used again when it has gone
         self.name = name
         self.send = send
-        self.ready: Ready | None = None
+        self.ready: messages.Ready | None = None
         self.load: ReplicaReport | None = None
         self.draining = False
-        self.stats = StepStats()  # the last
+        self.stats = messages.StepStats()  # the last
         self.preempted: list[str] = []  # ids that the requests have here, as of the last report
         self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
         self.generated = 0
@@ -83,9 +62,9 @@ class RemoteReplica:
     def slots(self) -> int:
         return 0 if self.ready is None else self.ready.limits.max_running
 
-    def describe(self) -> ReplicaStatus:
+    def describe(self) -> messages.ReplicaStatus:
         load = self.load
-        return ReplicaStatus(
+        return messages.ReplicaStatus(
             name=self.name,
             ready=self.available,
             requests=len(self.requests) if load is None else len(load.requests),
@@ -103,7 +82,7 @@ class Relay:
 
     def __init__(
         self,
-        emit: Callable[[Report], None],
+        emit: Callable[[messages.Report], None],
         name: str,
         *,
         absent: str = "no replica computes this model",
@@ -122,27 +101,27 @@ class Relay:
         self._calls: dict[int, ReplicaMetrics] = {}
         self._snapshots = itertools.count(1)
         self._outputs: list[RequestOutput] = []  # for the next report
-        self._work: StepStats | None = None
+        self._work: messages.StepStats | None = None
         self._absent_since: float | None = None  # there was a replica, and there is none
         self._given_up = False
         self.moved = 0
 
     # Commands ----------------------------------------------------------------------------------------
 
-    def handle(self, command: Command) -> None:
+    def handle(self, command: messages.Command) -> None:
         match command:
-            case Submit(request):
+            case messages.Submit(request):
                 relayed = self._requests[request.id] = RelayedRequest(request)
                 self._place(relayed)
-            case Cancel(request_id):
+            case messages.Cancel(request_id):
                 self._cancel(request_id)
-            case UseSlot(call_id):
+            case messages.UseSlot(call_id):
                 why = "slots are of one machine: they cannot be used with --cluster"
-                self._emit(CacheDone(call_id, failure=Failure(NotSupported.code, why)))
-            case LoadAdapter(call_id, adapter) | UnloadAdapter(call_id, adapter):
+                self._emit(messages.CacheDone(call_id, failure=Failure(NotSupported.code, why)))
+            case messages.LoadAdapter(call_id, adapter) | messages.UnloadAdapter(call_id, adapter):
                 why = "adapters are of one machine: they cannot be used with --cluster"
-                self._emit(AdapterDone(call_id, adapter, failure=Failure(NotSupported.code, why)))
-            case Inspect() | ClearCache():
+                self._emit(messages.AdapterDone(call_id, adapter, failure=Failure(NotSupported.code, why)))
+            case messages.Inspect() | messages.ClearCache():
                 asked = [replica for replica in self.replicas if replica.ready is not None]
                 self._calls[command.call_id] = ReplicaMetrics(command, asked, next(self._snapshots))
                 for replica in asked:
@@ -154,7 +133,7 @@ class Relay:
             return
         relayed.cancelled = True
         if relayed.replica is not None:
-            relayed.replica.send(Cancel(relayed.placement.request_id))
+            relayed.replica.send(messages.Cancel(relayed.placement.request_id))
         else:
             for queue in (self._waiting, self._suspects):
                 if relayed in queue:
@@ -189,7 +168,7 @@ class Relay:
         relayed.placed += 1
         relayed.replica, relayed.placement, relayed.silent = replica, placement, True
         replica.requests[name] = relayed
-        replica.send(Submit(_replace(request, id=name)))
+        replica.send(messages.Submit(_replace(request, id=name)))
 
     def _isolate(self) -> None:
         """Give the next suspect a replica of its own; what runs there goes elsewhere, or waits."""
@@ -214,7 +193,7 @@ class Relay:
     def _withdraw(self, relayed: Sequence[RelayedRequest], replica: RemoteReplica) -> None:
         """Take requests from their replica, to place them again."""
         for each in relayed:
-            replica.send(Cancel(each.placement.request_id))
+            replica.send(messages.Cancel(each.placement.request_id))
             self._detach(each)
             each.resume()
         self.moved += len(relayed)
@@ -253,7 +232,7 @@ class Relay:
 
     def receive(self, replica: RemoteReplica, message: FromReplica) -> None:
         match message:
-            case StepReport(outputs, stats, preempted):
+            case messages.StepReport(outputs, stats, preempted):
                 self._process(replica, outputs)
                 replica.stats, known = stats, replica.requests
                 replica.preempted = [known[each].request.id for each in preempted if each in known]
@@ -271,20 +250,20 @@ class Relay:
                     self._place_waiting()
                     self._rebalance(replica)
                     self._announce()
-            case Ready():
+            case messages.Ready():
                 replica.ready, replica.load = message, None
-            case Died(_, why):
+            case messages.Died(_, why):
                 log.warning("the engine of replica %s died: %s", replica.name, why)
                 replica.ready = replica.load = None
                 self._move_all(replica, blame=True)
             case Draining():
                 replica.draining = True
                 self._announce()
-            case Inspection(call_id) | CacheDone(call_id):
+            case messages.Inspection(call_id) | messages.CacheDone(call_id):
                 if (metrics := self._calls.get(call_id)) is not None:
                     metrics.settle(replica, message)
                     self._settle_calls()
-            case Heartbeat():
+            case messages.Heartbeat():
                 pass
 
     def _complete(self, report: ReplicaReport) -> ReplicaReport:
@@ -304,7 +283,7 @@ class Relay:
 
     def _move_all(self, replica: RemoteReplica, *, blame: bool) -> None:
         self._placer.remove(replica.number)
-        replica.stats = StepStats()
+        replica.stats = messages.StepStats()
         moved = [*replica.requests.values()]
         replica.requests.clear()
         failed = [relayed for relayed in moved if blame and relayed.blame()]
@@ -336,7 +315,9 @@ class Relay:
             self._emit(merge_ready(ready))
         elif self._absent_since is None:
             self._absent_since = self._clock()
-            self._emit(Unready(f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one"))
+            self._emit(
+                messages.Unready(f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one")
+            )
         self._emit(self.report())
 
     def keep_limits(self) -> None:
@@ -352,11 +333,11 @@ class Relay:
         running = any(replica.requests for replica in self.replicas)  # where one drains
         if not (self._given_up or running):
             self._given_up = True
-            self._emit(Unready(error.message, given_up=True))
+            self._emit(messages.Unready(error.message, given_up=True))
 
-    def report(self) -> ClusterReport:
+    def report(self) -> messages.ClusterReport:
         """Report the state of the replicas."""
-        return ClusterReport(tuple(replica.describe() for replica in self.replicas), self.moved)
+        return messages.ClusterReport(tuple(replica.describe() for replica in self.replicas), self.moved)
 
     # Outputs -----------------------------------------------------------------------------------------
 
@@ -403,10 +384,10 @@ class Relay:
         """Report all outputs that came together as one."""
         if self._outputs or self._work is not None:
             outputs, self._outputs = tuple(self._outputs), []
-            work, self._work = self._work or StepStats(), None
+            work, self._work = self._work or messages.StepStats(), None
             states = [replica.stats for replica in self.replicas]
             preempted = tuple(each for replica in self.replicas for each in replica.preempted)
-            self._emit(StepReport(outputs, add_states(work, states), preempted))
+            self._emit(messages.StepReport(outputs, add_states(work, states), preempted))
 
     def _settle_calls(self) -> None:
         for call_id in [call_id for call_id, metrics in self._calls.items() if not metrics.left]:

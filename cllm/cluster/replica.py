@@ -19,27 +19,12 @@ from concurrent.futures import Future
 import msgspec
 
 import cllm
+from cllm import messages
 from cllm.cluster.directory import Directory
 from cllm.cluster.link import Draining, Link, ReplicaAddress, ToReplica
 from cllm.cluster.placer import BLOCK_TOKENS, ReplicaReport, ReplicaSpeed, hash_blocks
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, EngineDied, EngineNotReady, from_code
-from cllm.messages import (
-    CacheDone,
-    Cancel,
-    ClearCache,
-    Command,
-    Died,
-    Heartbeat,
-    Inspect,
-    Inspection,
-    LoadProgress,
-    Ready,
-    Report,
-    StepReport,
-    StepStats,
-    Submit,
-)
 from cllm.types import Limits, Request, RequestOutput
 from cllm.workers.executor import encode
 from cllm.workers.supervisor import WORKER_MODULE, Backoff, Supervisor
@@ -72,7 +57,7 @@ class ReplicaLoad:
     def __init__(self, *, share_across_tenants: bool = False) -> None:
         self._share = share_across_tenants
         self.slots, self.cells = 1, 0
-        self.stats = StepStats()
+        self.stats = messages.StepStats()
         self.requests: dict[str, int] = {}  # tokens until the first one comes, by request
         # By request: when it came, its tenant, and its tokens if it leaves blocks.
         self._running: dict[str, tuple[float, str, list[int]]] = {}
@@ -89,7 +74,7 @@ class ReplicaLoad:
     def reset(self, limits: Limits) -> None:
         """Follow a new engine, which has no request and no cache."""
         self.slots, self.cells = limits.max_running, limits.cells
-        self.stats = StepStats()
+        self.stats = messages.StepStats()
         self.requests.clear()
         self._running.clear()
         self.forget_blocks()
@@ -109,7 +94,7 @@ class ReplicaLoad:
         self.requests[request.id] = max(1, count - hit * BLOCK_TOKENS)
         self._running[request.id] = now, tenant, tokens if request.reuse else []
 
-    def processed(self, outputs: Sequence[RequestOutput], stats: StepStats, now: float) -> None:
+    def processed(self, outputs: Sequence[RequestOutput], stats: messages.StepStats, now: float) -> None:
         self.stats = stats
         if stats.tokens >= stats.running + MIN_PREFILL_TOKENS:
             token_s = stats.step_s / stats.tokens
@@ -170,7 +155,7 @@ class ReplicaServer:
         self._key = secrets.token_bytes(32)
         self.load = ReplicaLoad(share_across_tenants=config.share_prefixes_across_tenants)
         self._supervisor = Supervisor(
-            "engine", config, Report, log_level=settings.log_level, module=settings.module
+            "engine", config, messages.Report, log_level=settings.log_level, module=settings.module
         )
         self._supervisor.SILENCE_LIMIT_S = 5.0  # other replicas can go on with its requests
         self._backoff = Backoff()
@@ -179,7 +164,7 @@ class ReplicaServer:
         self._owners: dict[str, Link] = {}  # of requests
         self._calls: dict[int, tuple[Link, int]] = {}  # of gateways, by our own ids
         self._call_id = 0
-        self._ready: Ready | None = None
+        self._ready: messages.Ready | None = None
         self._loaded: Future[None] = Future()
         self._draining = self._closed = False
         self._listener: asyncio.Server | None = None
@@ -270,28 +255,28 @@ class ReplicaServer:
         name = self._links.pop(link, None)
         owned = [request_id for request_id, owner in self._owners.items() if owner is link]
         for request_id in owned:
-            self._send(Cancel(request_id))
+            self._send(messages.Cancel(request_id))
         if name is not None:
             log.info("gateway %s is gone, %d requests are cancelled", name, len(owned))
 
     def _handle(self, link: Link, message: object) -> None:
         match message:
-            case Submit(request):
+            case messages.Submit(request):
                 if self._ready is None:  # the gateway hears of it, and moves the request
                     return
                 self._owners[request.id] = link
                 self.load.submitted(request, time.monotonic())
                 self._send(message)
-            case Cancel():
+            case messages.Cancel():
                 self._send(message)
-            case Inspect(call_id) | ClearCache(call_id) if self._ready is not None:
+            case messages.Inspect(call_id) | messages.ClearCache(call_id) if self._ready is not None:
                 self._call_id += 1
                 self._calls[self._call_id] = link, call_id
-                if isinstance(message, ClearCache):
+                if isinstance(message, messages.ClearCache):
                     self.load.forget_blocks()
                 self._send(msgspec.structs.replace(message, call_id=self._call_id))
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: messages.Command) -> None:
         self._supervisor.send(encode(command))
 
     def _send_all(self, message: msgspec.Struct) -> None:
@@ -307,20 +292,20 @@ class ReplicaServer:
         while not self._closed:
             for _ in range(int(LOAD_S / HEARTBEAT_S)):
                 await asyncio.sleep(HEARTBEAT_S)
-                self._send_all(Heartbeat(0.0))
+                self._send_all(messages.Heartbeat(0.0))
             if self._ready is not None:
                 self._send_load()
 
     # The engine --------------------------------------------------------------------------------------
 
-    def _receive(self, report: Report) -> None:
+    def _receive(self, report: messages.Report) -> None:
         match report:
-            case StepReport():
+            case messages.StepReport():
                 self._pass_on(report)
-            case Inspection(call_id) | CacheDone(call_id):
+            case messages.Inspection(call_id) | messages.CacheDone(call_id):
                 link, theirs = self._calls.pop(call_id)
                 link.send(msgspec.structs.replace(report, call_id=theirs))
-            case Ready(limits=limits):
+            case messages.Ready(limits=limits):
                 self._ready, self.failure = report, None
                 self.load.reset(limits)
                 self._backoff.ready()
@@ -328,23 +313,23 @@ class ReplicaServer:
                     self._loaded.set_result(None)
                 self._send_all(report)
                 self._send_load(all_blocks=True)
-            case Died():
+            case messages.Died():
                 self._restart(report)
-            case LoadProgress():
+            case messages.LoadProgress():
                 pass
 
-    def _pass_on(self, report: StepReport) -> None:
+    def _pass_on(self, report: messages.StepReport) -> None:
         """Send each gateway the outputs of its own requests; all that have one here hear of the work."""
         self.load.processed(report.outputs, report.stats, time.monotonic())
         for link in set(self._owners.values()):
             own = tuple(each for each in report.outputs if self._owners.get(each.request_id) is link)
-            link.send(StepReport(own, report.stats, report.preempted))
+            link.send(messages.StepReport(own, report.stats, report.preempted))
         for output in report.outputs:
             if output.finish_reason is not None:
                 self._owners.pop(output.request_id, None)
                 self._backoff.progress()
 
-    def _restart(self, died: Died) -> None:
+    def _restart(self, died: messages.Died) -> None:
         """Report the end of the engine, whose requests gateways move, and start another one."""
         self._ready = None
         self._owners.clear()

@@ -12,6 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from cllm import messages
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, get_cache_ram_mb, settle_itl
@@ -30,23 +31,6 @@ from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.core.step_groups import GroupTurns, StepGroup
 from cllm.errors import EngineDied, IntegrityError
-from cllm.messages import (
-    Cancel,
-    ClearCache,
-    Command,
-    Inspect,
-    Inspection,
-    LoadAdapter,
-    Ready,
-    Report,
-    StepReport,
-    StepStats,
-    Stop,
-    Submit,
-    UnloadAdapter,
-    UseSlot,
-    Wake,
-)
 from cllm.types import SlotInfo, Snapshot
 
 
@@ -110,7 +94,7 @@ class EngineCore:
         self,
         runner: ModelRunner,
         config: EngineConfig,
-        emit: Callable[[Report], None],
+        emit: Callable[[messages.Report], None],
         *,
         cost: StepCostModel | None = None,
         spec_decode: SpecDecodePolicy | None = None,
@@ -118,9 +102,9 @@ class EngineCore:
     ) -> None:
         """`cost`, `spec_decode` and `preparation` replace what is made here, for tests."""
         self.runner = runner
-        self.inbox: SimpleQueue[Command] = SimpleQueue()
+        self.inbox: SimpleQueue[messages.Command] = SimpleQueue()
         self._emit = emit
-        wake = partial(self.inbox.put, Wake())
+        wake = partial(self.inbox.put, messages.Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
         cost = cost or StepCostModel(
             split=not limits.unified, batch1=runner.draft_cost, records=runner.asynchronous
@@ -168,18 +152,18 @@ class EngineCore:
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
-    def ready(self) -> Ready:
+    def ready(self) -> messages.Ready:
         """What the HTTP process hears when it may send requests."""
         tier = {"ram_tier_limit": self.scheduler.prefix_cache.host.limit, "ram_tier": 0}
-        return Ready(self.runner.info, self.runner.limits, {**self.runner.memory_bytes(), **tier})
+        return messages.Ready(self.runner.info, self.runner.limits, {**self.runner.memory_bytes(), **tier})
 
-    def post(self, command: Command) -> None:
+    def post(self, command: messages.Command) -> None:
         """Hand in a command, from any thread. One that ends a request ends its prefill step, too."""
         self.inbox.put(command)
         match command:
-            case Cancel(request_id):
+            case messages.Cancel(request_id):
                 self._interrupt.cancelled(request_id)
-            case Stop():
+            case messages.Stop():
                 self._interrupt.cancelled(None)
 
     def run(self) -> None:
@@ -286,7 +270,7 @@ class EngineCore:
         )
         new, self._reported = counters - self._reported, counters
         cells_used, cells_cached = cache.count_cells(scheduler.running.values())
-        stats = StepStats(
+        stats = messages.StepStats(
             running=len(scheduler.running) + len(self.embedding.live),
             leases=len(pool.held),
             cells_used=cells_used,
@@ -301,7 +285,7 @@ class EngineCore:
             **work,  # type: ignore[arg-type]
         )
         preempted = tuple(each.id for each in scheduler.waiting if each.preempted)
-        self._emit(StepReport(outputs, stats, preempted))
+        self._emit(messages.StepReport(outputs, stats, preempted))
 
     @property
     def idle(self) -> bool:
@@ -395,23 +379,23 @@ class EngineCore:
         except Empty:
             return True
 
-    def _handle(self, command: Command) -> bool:
+    def _handle(self, command: messages.Command) -> bool:
         match command:
-            case Submit(request):
+            case messages.Submit(request):
                 embeds = request.embed or not self.runner.info.generates
                 (self.embedding if embeds else self.scheduler).add(request)
-            case Cancel(request_id):
+            case messages.Cancel(request_id):
                 for group in self.groups:
                     group.cancel(request_id)
-            case Inspect(call_id):
-                self._emit(Inspection(call_id, self.snapshot()))
-            case ClearCache() | UseSlot():
+            case messages.Inspect(call_id):
+                self._emit(messages.Inspection(call_id, self.snapshot()))
+            case messages.ClearCache() | messages.UseSlot():
                 self.cache_calls.add(command)
-            case LoadAdapter() | UnloadAdapter():
+            case messages.LoadAdapter() | messages.UnloadAdapter():
                 self._adapter_calls.add(command, idle=self.idle)
-            case Wake():
+            case messages.Wake():
                 self._adapter_calls.advance()
-            case Stop():
+            case messages.Stop():
                 return False
         return True
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from cllm import errors
 from cllm.adapters import split_key
 from cllm.backend.base import (
     SCORED_LOGITS,
@@ -37,15 +38,6 @@ from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE
 from cllm.core.step_groups import AdapterTurns, StepGroup
 from cllm.core.token_masks import TokenMasks
-from cllm.errors import (
-    AdapterRefused,
-    BadBatch,
-    CllmError,
-    EngineDied,
-    EngineError,
-    IntegrityError,
-    PositionMismatch,
-)
 from cllm.types import (
     Failure,
     FinishReason,
@@ -159,11 +151,11 @@ class Scheduler(StepGroup[Sequence]):
         self.live[request.id] = sequence
         self.waiting.append(sequence)
         if not split_key(request.prompt.adapter).keys() <= self.runner.adapters.keys():
-            self._fail(sequence, AdapterRefused("the adapter of this request is not loaded any more"))
+            self._fail(sequence, errors.AdapterRefused("the adapter of this request is not loaded any more"))
         if request.prompt.spans:
             try:
                 sequence.check_media(self.runner.media_width, self.runner.limits.batch_tokens)
-            except CllmError as error:
+            except errors.CllmError as error:
                 self._fail(sequence, error)
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -240,7 +232,7 @@ class Scheduler(StepGroup[Sequence]):
                     self._preempt()
             case StepStatus.BAD_BATCH:
                 # The batch was bisected: what is left is the culprit.
-                error = BadBatch(f"llama.cpp refused this request's tokens (code {result.code})")
+                error = errors.BadBatch(f"llama.cpp refused this request's tokens (code {result.code})")
                 for row in batch.rows:
                     self._fail(self.running[row.seq_id], error)
             case StepStatus.ABORTED | StepStatus.FAILED:
@@ -262,7 +254,7 @@ class Scheduler(StepGroup[Sequence]):
     def _admit_waiting(self) -> None:
         """Start waiting sequences, oldest first, while there are slots and cells for them."""
         if len(self.pool.retired) == self.pool.size:
-            raise EngineDied("no slot can be used any more")
+            raise errors.EngineDied("no slot can be used any more")
         if self._kv_full and self.running:
             return
         self._kv_full = False
@@ -343,7 +335,7 @@ class Scheduler(StepGroup[Sequence]):
             if position != (expected := sequence.next_position):
                 seen = f"the memory's next position is {position}, the request has computed {expected}"
                 log.error("request %s: inconsistent position: %s", sequence.id, seen)
-                self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
+                self._fail(sequence, errors.PositionMismatch(f"inconsistent position: {seen}"))
 
     def _settle(self, left_out: Iterable[Sequence]) -> None:
         """Make sequences safe that take no part in the next steps; one that is lost is computed again."""
@@ -370,7 +362,7 @@ class Scheduler(StepGroup[Sequence]):
             if rejected and not self._rollback_drafts(sequence, rejected):
                 return
         if outcome.error is not None:
-            self._fail(sequence, EngineError(outcome.error))
+            self._fail(sequence, errors.EngineError(outcome.error))
             return
         if sequence.unscored:
             # Spelled step by step: thousands at once would hold up all others.
@@ -382,7 +374,7 @@ class Scheduler(StepGroup[Sequence]):
         known = len(sequence.tokens)
         try:
             appended = sequence.stopping.append(outcome.tokens, self.runner.vocabulary)
-        except CllmError as error:  # an exhausted grammar
+        except errors.CllmError as error:  # an exhausted grammar
             self._fail(sequence, error)
             return
         tokens, text, reason, kept = appended
@@ -455,9 +447,9 @@ class Scheduler(StepGroup[Sequence]):
     # Ends ------------------------------------------------------------------------------------------
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        if not isinstance(error, CllmError):
+        if not isinstance(error, errors.CllmError):
             log.error("a runner call failed", exc_info=error)
-            error = EngineError(f"a runner call failed: {type(error).__name__}")
+            error = errors.EngineError(f"a runner call failed: {type(error).__name__}")
         self._finish(sequence, FinishReason.ERROR, error=Failure.of(error))
 
     def _finish(
@@ -533,4 +525,4 @@ class Scheduler(StepGroup[Sequence]):
         left += [f"request {name}" for name in self.live]
         if left:
             self.integrity_failures += 1
-            raise IntegrityError(f"idle, but not empty: {', '.join(left)}")
+            raise errors.IntegrityError(f"idle, but not empty: {', '.join(left)}")

@@ -18,59 +18,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cllm.errors import (
-    CllmError,
-    DeadlineExceeded,
-    EngineDied,
-    EngineError,
-    EngineNotReady,
-    InvalidRequest,
-    PoisonRequest,
-    ShuttingDown,
-    SlowReader,
-    from_code,
-)
+from cllm import errors, messages, types
 from cllm.frontend.engine_adapters import EngineAdapters
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
-from cllm.messages import (
-    AdapterDone,
-    CacheDone,
-    Cancel,
-    ClearCache,
-    ClusterReport,
-    Command,
-    Died,
-    Inspect,
-    Inspection,
-    LoadProgress,
-    Ready,
-    Report,
-    SlotAction,
-    StepReport,
-    Submit,
-    Unready,
-    UseSlot,
-)
-from cllm.types import (
-    Failure,
-    FinishReason,
-    Health,
-    Limits,
-    ModelInfo,
-    Request,
-    RequestOutput,
-    Snapshot,
-    Usage,
-)
 from cllm.workers.executor import ProcessExecutor, settle
 from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=AsyncOutputStream)
-_CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
+_CLOSED = (types.Health.DRAINING, types.Health.STOPPED, types.Health.FAILED)
 
 
 class EngineClient:
@@ -92,9 +51,9 @@ class EngineClient:
         tenants: Tenants | None = None,
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
-        self.health = Health.LOADING
-        self.info: ModelInfo | None = None
-        self.limits: Limits | None = None
+        self.health = types.Health.LOADING
+        self.info: types.ModelInfo | None = None
+        self.limits: types.Limits | None = None
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = executor
@@ -106,7 +65,7 @@ class EngineClient:
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
-        self.error: CllmError | None = None  # why requests wait; while health is FAILED, are refused
+        self.error: errors.CllmError | None = None  # why requests wait; while health is FAILED, are refused
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.adapters = EngineAdapters(self._call, lambda: (each.request.prompt for each in self.requests))
@@ -126,7 +85,7 @@ class EngineClient:
         self._start_run()
 
     def _start_run(self, delay_s: float = 0.0) -> None:
-        if self.health is not Health.STOPPED:
+        if self.health is not types.Health.STOPPED:
             self._run += 1
             self._executor.start(partial(self._deliver, self._receive, self._run), delay_s)
 
@@ -145,14 +104,14 @@ class EngineClient:
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
-        self.health = Health.DRAINING
+        self.health = types.Health.DRAINING
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
         for worker in (self.tokenizer, self.media):
             if worker is not None:
                 worker.end(self.shutdown_message)
-        error = ShuttingDown(self.shutdown_message)
+        error = errors.ShuttingDown(self.shutdown_message)
         for state in self._queue.requests:
             self._drop(state, error)
         self._fail_calls(error)
@@ -162,7 +121,7 @@ class EngineClient:
 
         From any thread; idempotent.
         """
-        self.health = Health.STOPPED
+        self.health = types.Health.STOPPED
         if not wake:
             self._loop = None  # it stays asleep: at exit, its thread must not run any more
         elif self._loop is None:
@@ -172,10 +131,10 @@ class EngineClient:
         self._executor.stop()
 
     def _close(self) -> None:
-        self.health = Health.STOPPED  # whatever was reported meanwhile
+        self.health = types.Health.STOPPED  # whatever was reported meanwhile
         self._computing = False
         if not self.loaded.done():
-            self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+            self.loaded.set_exception(errors.ShuttingDown("it was closed while the model was loading"))
         self.end_all()
 
     # Requests ----------------------------------------------------------------------------------------
@@ -187,11 +146,11 @@ class EngineClient:
                 raise self._closed_error()
             if self._queue.states:
                 self._queue.refuse_if_full(1, self.tenants.open(tenant))
-        except CllmError as error:
+        except errors.CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
 
-    def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
+    def submit(self, request: types.Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
         try:
@@ -200,9 +159,9 @@ class EngineClient:
             if request.adapter:
                 request = self.adapters.apply(request)
             if self.info is not None and not (self.info.generates or request.embed):
-                raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
+                raise errors.InvalidRequest.no_generation(self.info.name, self.info.architecture)
             state = self._queue.admit(request, stream, self.limits)
-        except CllmError as error:
+        except errors.CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
         self.metrics.accepted.inc()
@@ -220,34 +179,36 @@ class EngineClient:
             return
         state.cancelled = True
         if state.stage is Stage.QUEUED:
-            self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            self._end(
+                state, types.RequestOutput(request_id=request_id, finish_reason=types.FinishReason.CANCELLED)
+            )
             self._dispatch()  # others may have waited for it
         else:
-            self._executor.send(Cancel(request_id))
+            self._executor.send(messages.Cancel(request_id))
 
-    def inspect(self) -> Future[Snapshot]:
+    def inspect(self) -> Future[types.Snapshot]:
         """The engine's own account of itself, taken between two steps."""
-        return self._call(Inspect)
+        return self._call(messages.Inspect)
 
-    def use_slot(self, action: SlotAction, slot: int, name: str = "") -> Future[CacheDone]:
+    def use_slot(self, action: messages.SlotAction, slot: int, name: str = "") -> Future[messages.CacheDone]:
         """Save what a slot holds under a name, restore it, or forget it; fails with why not."""
-        return self._call(lambda call_id: UseSlot(call_id, action, slot, name))
+        return self._call(lambda call_id: messages.UseSlot(call_id, action, slot, name))
 
-    def clear_cache(self) -> Future[CacheDone]:
+    def clear_cache(self) -> Future[messages.CacheDone]:
         """Forget every cached prefix, in all tiers."""
-        return self._call(ClearCache)
+        return self._call(messages.ClearCache)
 
-    def _call(self, command: Callable[[int], Command]) -> Future[Any]:
+    def _call(self, command: Callable[[int], messages.Command]) -> Future[Any]:
         future: Future[Any] = Future()
         if self._computing:
             call_id = next(self._call_ids)
             self._calls[call_id] = future
             self._executor.send(command(call_id))
         else:
-            future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
+            future.set_exception(errors.EngineNotReady(f"the engine is {self.health.value}"))
         return future
 
-    def _fail_calls(self, error: CllmError) -> None:
+    def _fail_calls(self, error: errors.CllmError) -> None:
         calls, self._calls = self._calls, {}
         for future in calls.values():
             settle(future, error)
@@ -257,10 +218,10 @@ class EngineClient:
         """The request table as it is now."""
         return self._queue.requests
 
-    def _closed_error(self) -> CllmError:
-        if self.health is Health.FAILED:
-            return self.error or EngineDied("the engine is gone")
-        return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
+    def _closed_error(self) -> errors.CllmError:
+        if self.health is types.Health.FAILED:
+            return self.error or errors.EngineDied("the engine is gone")
+        return errors.ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
         """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
@@ -269,12 +230,12 @@ class EngineClient:
             sent = True
             for state in self._queue.next_for_engine(self.limits):
                 try:
-                    self._executor.send(Submit(state.resumption or state.request))
+                    self._executor.send(messages.Submit(state.resumption or state.request))
                 except Exception as error:
                     sent = False
-                    if not isinstance(error, CllmError):
+                    if not isinstance(error, errors.CllmError):
                         log.exception("request %s could not be sent to the engine", state.request.id)
-                        error = EngineError("this request could not be sent to the engine")
+                        error = errors.EngineError("this request could not be sent to the engine")
                     self._fail(state, error)
         due = self._queue.look_again_at
         if sent and due is not None and due > self._looks_at:
@@ -293,16 +254,16 @@ class EngineClient:
             return
         self.metrics.deadlines.labels(state.stage.value).inc()
         where = "still waiting" if state.stage is Stage.QUEUED else "still being computed"
-        self._drop(state, DeadlineExceeded(state.timeout_s or 0.0, where))
+        self._drop(state, errors.DeadlineExceeded(state.timeout_s or 0.0, where))
         self._dispatch()
 
     # Reports -----------------------------------------------------------------------------------------
 
-    def _receive(self, run: int, report: Report) -> None:
+    def _receive(self, run: int, report: messages.Report) -> None:
         """Handle a report of a run; hand outputs to their streams."""
-        if run != self._run or self.health is Health.STOPPED:
+        if run != self._run or self.health is types.Health.STOPPED:
             return
-        if not isinstance(report, StepReport):
+        if not isinstance(report, messages.StepReport):
             self._change_state(report)
             return
         self.metrics.step(report.stats)
@@ -326,7 +287,7 @@ class EngineClient:
                 generated += count
             if output.finish_reason is not None:
                 changed = True
-                completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                completed |= output.finish_reason in (types.FinishReason.STOP, types.FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
@@ -334,7 +295,7 @@ class EngineClient:
             if self.unread_limit is not None and state.stream.unread_bytes > self.unread_limit:
                 changed = True
                 self.metrics.slow_readers.inc()
-                self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
+                self._drop(state, errors.SlowReader("the answer was not read: too much of it was waiting"))
         self._queue.charge_slots({*report.preempted, *(output.request_id for output in report.outputs)})
         self.metrics.generated_tokens.inc(generated)
         if completed and self._backoff.count:
@@ -342,40 +303,40 @@ class EngineClient:
         if changed:
             self._dispatch()
 
-    def _change_state(self, report: Report) -> None:
+    def _change_state(self, report: messages.Report) -> None:
         match report:
-            case Inspection(call_id, snapshot) if call_id in self._calls:
+            case messages.Inspection(call_id, snapshot) if call_id in self._calls:
                 settle(self._calls.pop(call_id), snapshot)
-            case CacheDone(call_id) if call_id in self._calls:
+            case messages.CacheDone(call_id) if call_id in self._calls:
                 settle(self._calls.pop(call_id), report.failure or report)
-            case AdapterDone(call_id, adapter, loaded_bytes, failure) if call_id in self._calls:
+            case messages.AdapterDone(call_id, adapter, loaded_bytes, failure) if call_id in self._calls:
                 self.metrics.memory.labels("adapters").set(loaded_bytes)
                 settle(self._calls.pop(call_id), failure or adapter)
-            case LoadProgress(fraction):
+            case messages.LoadProgress(fraction):
                 if self._on_loading is not None:
                     self._on_loading(fraction)
-            case Ready(info, limits, memory):
+            case messages.Ready(info, limits, memory):
                 self.metrics.loaded(limits, memory)
                 self.info = msgspec.structs.replace(info, sees=self.sees)
                 self.limits, self.error = limits, None
                 self._computing = True
                 self._backoff.ready()
                 self.adapters.restore()
-                if self.health is not Health.DRAINING:
-                    self.health = Health.READY
+                if self.health is not types.Health.DRAINING:
+                    self.health = types.Health.READY
                 if not self.loaded.done():
                     self.loaded.set_result(None)
                 self._dispatch()
-            case Unready(message, given_up):
+            case messages.Unready(message, given_up):
                 self._computing = False
                 self.metrics.ready.set(0)
-                self._give_up(EngineNotReady(message), waits=not given_up)
-            case ClusterReport():
+                self._give_up(errors.EngineNotReady(message), waits=not given_up)
+            case messages.ClusterReport():
                 self.metrics.replicas.report = report
-            case Died(code, message):
-                self._on_crash(from_code(code, message))
+            case messages.Died(code, message):
+                self._on_crash(errors.from_code(code, message))
 
-    def _on_crash(self, error: CllmError) -> None:
+    def _on_crash(self, error: errors.CllmError) -> None:
         """Survive native death: a new run starts, and requests go on there with what they have said."""
         self.metrics.crashed()
         self._computing = False
@@ -388,26 +349,26 @@ class EngineClient:
         log.error("the engine died: %s (%d requests lost, %d go on)", error, len(lost), len(kept))
         for state in lost:
             if state.cancelled:
-                reason = FinishReason.CANCELLED
-                self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
+                reason = types.FinishReason.CANCELLED
+                self._end(state, types.RequestOutput(request_id=state.request.id, finish_reason=reason))
             else:
                 self._backoff.progress()
-                self._fail(state, PoisonRequest("the engine died each time it computed this request"))
+                self._fail(state, errors.PoisonRequest("the engine died each time it computed this request"))
         delay_s = self._backoff.next_delay()
         if self._backoff.exhausted:
             times = f"the engine crashed {self._backoff.count} times in a row"
-            refusal = EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
+            refusal = errors.EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
             refusal.retry_after_s = delay_s
             self._give_up(refusal)
-        elif self.health is not Health.DRAINING:
-            self.health = Health.RESTARTING
+        elif self.health is not types.Health.DRAINING:
+            self.health = types.Health.RESTARTING
         self.metrics.restarts.inc()
         self._start_run(delay_s)
 
-    def _give_up(self, error: CllmError, *, waits: bool = False) -> None:
+    def _give_up(self, error: errors.CllmError, *, waits: bool = False) -> None:
         """No engine is there: every request, present and later, fails until Ready, unless it `waits`."""
-        if self.health is not Health.DRAINING:
-            self.health = Health.RESTARTING if waits else Health.FAILED
+        if self.health is not types.Health.DRAINING:
+            self.health = types.Health.RESTARTING if waits else types.Health.FAILED
         self.error = error
         if not waits:
             for state in self._queue.requests:
@@ -416,24 +377,26 @@ class EngineClient:
 
     # Endings -----------------------------------------------------------------------------------------
 
-    def _drop(self, state: RequestState, error: CllmError) -> None:
+    def _drop(self, state: RequestState, error: errors.CllmError) -> None:
         """End a request from this side; the engine frees what it holds as after a cancel."""
         if state.stage is Stage.ENGINE:
-            self._executor.send(Cancel(state.request.id))
+            self._executor.send(messages.Cancel(state.request.id))
         self._fail(state, error)
 
-    def _fail(self, state: RequestState, error: CllmError) -> None:
-        failure = Failure(error.code, error.message)
+    def _fail(self, state: RequestState, error: errors.CllmError) -> None:
+        failure = types.Failure(error.code, error.message)
         self._end(
             state,
-            RequestOutput(request_id=state.request.id, finish_reason=FinishReason.ERROR, error=failure),
+            types.RequestOutput(
+                request_id=state.request.id, finish_reason=types.FinishReason.ERROR, error=failure
+            ),
         )
 
-    def _end(self, state: RequestState, output: RequestOutput) -> None:
+    def _end(self, state: RequestState, output: types.RequestOutput) -> None:
         """The one place where a request leaves the table, with its one terminal output."""
         now = time.monotonic()
         if (usage := output.usage) is None:  # made here, where the whole cost is not known
-            usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
+            usage = types.Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
         if output.usage is None or state.resumption is not None:
             output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)

@@ -18,23 +18,8 @@ from contextlib import suppress
 import msgspec
 from msgspec.structs import replace
 
+from cllm import errors
 from cllm.config import ModelConfig
-from cllm.errors import (
-    CapacityError,
-    CllmError,
-    DeadlineExceeded,
-    EngineError,
-    EngineNotReady,
-    Forbidden,
-    InvalidRequest,
-    ModelBusy,
-    ModelDoesNotFit,
-    ModelNotFound,
-    NotEnoughMemory,
-    QueueFull,
-    ShuttingDown,
-    from_code,
-)
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
 from cllm.frontend.request_queue import RequestState
@@ -117,7 +102,7 @@ class EngineRegistry:
     def current(self) -> EngineClient:
         """The engine of the default model, loaded or not. Raises EngineNotReady before its first load."""
         if self.default.engine is None:
-            raise EngineNotReady(f"{self.default.name} is not loaded yet")
+            raise errors.EngineNotReady(f"{self.default.name} is not loaded yet")
         return self.default.engine
 
     @property
@@ -152,7 +137,7 @@ class EngineRegistry:
             return self._find(name), ""
         try:
             model = self._find(base)
-        except ModelNotFound:
+        except errors.ModelNotFound:
             return self._find(name), ""
         if adapter in model.adapters:
             return model, adapter
@@ -160,7 +145,7 @@ class EngineRegistry:
         own = base.lower() in (*self._names[model], info.name.lower() if info is not None else "")
         if own and model.adapters and colon + adapter != LATEST:
             listed = ", ".join(f"{base}:{each}" for each in model.adapters)
-            raise ModelNotFound(f"{base} has no adapter {adapter[:64]!r}; choose one of: {listed}")
+            raise errors.ModelNotFound(f"{base} has no adapter {adapter[:64]!r}; choose one of: {listed}")
         return self._find(name), ""
 
     def _find(self, name: str | None) -> ServedModel:
@@ -172,7 +157,9 @@ class EngineRegistry:
         """
         if not self.several:
             if name is not None and (".." in name or name.startswith("~") or "\\" in name):
-                raise ModelNotFound("this model does not exist: GET /v1/models lists the models served")
+                raise errors.ModelNotFound(
+                    "this model does not exist: GET /v1/models lists the models served"
+                )
             return self.default
         if not name:
             return self.default
@@ -182,7 +169,7 @@ class EngineRegistry:
         listed = ", ".join(model.name for model in (found or self.served)[:MAX_LISTED])
         more = " …" if len(found or self.served) > MAX_LISTED else ""
         why = "names several models" if found else "is not served here"
-        raise ModelNotFound(f"the model {name[:100]!r} {why}; choose one of: {listed}{more}")
+        raise errors.ModelNotFound(f"the model {name[:100]!r} {why}; choose one of: {listed}{more}")
 
     def add_alias(self, source: str, name: str) -> None:
         """Give the model that `source` names one more name, until the server ends.
@@ -193,9 +180,11 @@ class EngineRegistry:
         known = {model: names + infos[model] for model, names in self._names.items()}
         found = match_name(source, known) or match_name(source.removesuffix(LATEST), known)
         if len(found) != 1:
-            raise ModelNotFound(f"{source[:100]!r} names no model, or several: GET /v1/models lists them")
+            raise errors.ModelNotFound(
+                f"{source[:100]!r} names no model, or several: GET /v1/models lists them"
+            )
         if any(name.lower() in names for names in known.values()):
-            raise InvalidRequest(f"the name {name!r} is taken: choose another one")
+            raise errors.InvalidRequest(f"the name {name!r} is taken: choose another one")
         model = found[0]
         model.config = replace(model.config, aliases=(*model.config.aliases, name))
         self._names[model] = list_names(model.config)
@@ -232,13 +221,13 @@ class EngineRegistry:
         waiting = [name for each in self.served for name in each.waiters.values()]
         account, held = self._tenants.open(tenant), waiting.count(tenant)
         if self._closing:
-            raise ShuttingDown("the server is shutting down and takes no new requests")
+            raise errors.ShuttingDown("the server is shutting down and takes no new requests")
         if len(waiting) >= (size := self._queue_size) and self._tenants.has_share(account, held, size):
-            raise QueueFull(len(waiting), size, LOOK_S)
+            raise errors.QueueFull(len(waiting), size, LOOK_S)
         if model.loading is None and model.error is not None and (rest_s := model.rest_s):
             again = f"{model.error.message}; it is tried again in {math.ceil(rest_s)} s"
-            refusal = from_code(model.error.code, again)
-            if isinstance(refusal, CapacityError):
+            refusal = errors.from_code(model.error.code, again)
+            if isinstance(refusal, errors.CapacityError):
                 refusal.retry_after_s = rest_s
             raise refusal
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -256,24 +245,24 @@ class EngineRegistry:
                 model.users -= 1  # it was admitted in the same moment
             self._changed.set()
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(limit_s, "still waiting for its model to be loaded") from None
+                raise errors.DeadlineExceeded(limit_s, "still waiting for its model to be loaded") from None
             raise
 
     async def _load(self, model: ServedModel) -> None:
         """Load a model for the requests that wait for it, when it is its turn."""
-        error: CllmError | None = None
+        error: errors.CllmError | None = None
         try:
             async with self._turn:
                 await self._load_now(model)
-        except (ModelDoesNotFit, ShuttingDown) as refusal:
+        except (errors.ModelDoesNotFit, errors.ShuttingDown) as refusal:
             error = refusal
-        except CllmError as failure:
+        except errors.CllmError as failure:
             reason = failure.message.removeprefix("the model could not be loaded: ")
-            error = EngineNotReady(f"{model.name} could not be loaded: {reason}")
+            error = errors.EngineNotReady(f"{model.name} could not be loaded: {reason}")
             log.error("model %s could not be loaded: %s", model.name, reason)
         except Exception as failure:
             log.exception("model %s could not be loaded", model.name, exc_info=failure)
-            error = EngineError("the model could not be loaded: the server's log has the details")
+            error = errors.EngineError("the model could not be loaded: the server's log has the details")
         finally:
             model.loading = None
             if error is not None:
@@ -289,14 +278,14 @@ class EngineRegistry:
         if model.loaded or not model.waiters:
             return  # it was to leave and could stay, or they have left
         if not model.can_load:
-            raise EngineNotReady("the model is stopped")
+            raise errors.EngineNotReady("the model is stopped")
         started = time.monotonic()
         try:
             prepared = await model.prepare(self._rooms(model))
             if not await self._make_room(model, prepared.memory):
                 return
-        except NotEnoughMemory as error:
-            raise ModelDoesNotFit(f"{model.name} does not fit: {error}") from None
+        except errors.NotEnoughMemory as error:
+            raise errors.ModelDoesNotFit(f"{model.name} does not fit: {error}") from None
         await model.load(prepared)
         log.info("model %s is loaded (%.1f s)", model.name, time.monotonic() - started)
 
@@ -332,7 +321,7 @@ class EngineRegistry:
             + (f", models that are kept {used[device] >> 20} MiB" if used[device] else "")
             for device in over
         )
-        raise ModelDoesNotFit(
+        raise errors.ModelDoesNotFit(
             f"{model.name} does not fit ({sums}); give it less context, or raise --models-memory-mb"
         )
 
@@ -383,10 +372,10 @@ class EngineRegistry:
         if not model.loaded:
             return
         if not model.can_load:
-            raise Forbidden("this model could not be loaded again")
+            raise errors.Forbidden("this model could not be loaded again")
         if not model.idle:
             count = max(model.users, len(model.requests)) + len(model.waiters)
-            raise ModelBusy(f"{model.name} has {count} requests; try again when they have ended")
+            raise errors.ModelBusy(f"{model.name} has {count} requests; try again when they have ended")
         await self._unload(model, "asked for")
 
     async def unload_idle(self) -> None:

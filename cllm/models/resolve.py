@@ -94,7 +94,7 @@ def find_mmproj(model: Path, asked: str = "") -> str:
         return ""
     from cllm.backend.llama.gguf import GgufFile
     from cllm.backend.llama.library import NO_MEDIA, find
-    from cllm.build.media import find_media
+    from cllm.build.module import find_media
 
     header, found = GgufFile(model).metadata, ""
     width = header.get(f"{header.get('general.architecture')}.embedding_length")

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from cllm.server.answer_log import AnswerLogs
 from cllm.server.background import BackgroundAnswers, call_route
 from cllm.server.batch_runner import BatchRunner
 from cllm.server.batches import ENDPOINTS
+from cllm.server.body import TenantTurns
 from cllm.server.dialect import JSON, HttpError, respond
 from cllm.server.dialects import DIALECTS, TABLE
 from cllm.server.dialects.responses import ROUTE as RESPONSES
@@ -40,7 +41,6 @@ from cllm.server.live import LiveFeed
 from cllm.server.middleware import PAGE_FILES, RequestMiddleware
 from cllm.server.openapi import make_description
 from cllm.server.sse import resume_stream
-from cllm.server.turns import TenantTurns
 
 FOLDER = Path(__file__).parent / "page"
 # The page runs the scripts of its own folder and asks this server only.
@@ -141,15 +141,10 @@ async def _on_http(http: Request, error: HTTPException) -> Response:
     response = respond(http.scope, HttpError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     if error.status_code == 405:
-        response.headers["Allow"] = ", ".join(_list_methods(http.scope["path"]))
+        path, routes = http.scope["path"], [each for one in DIALECTS for each in one.routes if each.shown]
+        found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
+        response.headers["Allow"] = ", ".join(sorted({each.method for each in routes if each.path == found}))
     return response
-
-
-def _list_methods(path: str) -> Sequence[str]:
-    """The methods of the documented routes that have a path."""
-    routes = [route for dialect in DIALECTS for route in dialect.routes if route.shown]
-    found = next((each.path for each in routes if re.match(compile_path(each.path)[0], path)), None)
-    return sorted({route.method for route in routes if route.path == found})
 
 
 # The page ---------------------------------------------------------------------------------------------

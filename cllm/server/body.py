@@ -1,15 +1,19 @@
 """Request bodies: structs that a JSON object is read into, as leniently as clients need.
 
 Null stands for a field that was left out, and 64.0 for 64: some languages have no integers. Other names of a
-field (`ALIASES`) are read as the field itself, and fields that a body does not know are ignored.
+field (`ALIASES`) are read as the field itself, and fields that a body does not know are ignored. A large
+body is decoded and converted on a thread, one at a time, tenants in turn.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +22,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from cllm.errors import ClientGone, InvalidRequest
 from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_TEXT, MAX_VALUES, check
-from cllm.server.turns import run_in_turn
 
 NOT_AN_OBJECT = "the body is not a JSON object"
 NO_NUL = "^[^\0]*$"
@@ -30,7 +33,10 @@ _PATTERNS = {  # what a text that does not match is refused with
 # What each byte of a JSON text opens or closes.
 _BRACKETS = np.zeros(256, np.int8)
 _BRACKETS[[ord("["), ord("{")]], _BRACKETS[[ord("]"), ord("}")]] = 1, -1
+LARGE_BODY = 64 << 10  # bytes; a smaller body takes less time than the way to a thread and back costs others
 Kind = TypeVar("Kind", bound="Body")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Read = Callable[[Any], Any]
 
 
@@ -258,6 +264,55 @@ def describe(error: Exception) -> InvalidRequest:
         return InvalidRequest(NOT_AN_OBJECT)
     named = reason.partition(":")[0]
     return InvalidRequest(reason, named if named.isidentifier() else None)
+
+
+class TenantTurns:
+    """A lock whose waiters take turns by tenant, and are in line within one."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the tenants' turns
+        self._taken = False
+
+    @asynccontextmanager
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
+        if self._taken:
+            turn = asyncio.get_running_loop().create_future()
+            self._lines.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it was given already
+                    self._release()
+                raise
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._taken = False
+        while self._lines and not self._taken:
+            tenant = next(iter(self._lines))
+            line = self._lines.pop(tenant)
+            if not (turn := line.popleft()).done():
+                turn.set_result(None)
+                self._taken = True
+            if line:
+                self._lines[tenant] = line
+
+
+async def run_in_turn(
+    http: Request, task: Callable[Given, Result], *arguments: Given.args, **options: Given.kwargs
+) -> Result:
+    """Run what handles a body: here, or on a thread in turn where the body is large.
+
+    Native calls hold the interpreter's lock, but after `check_shape` each is short: other requests go on.
+    """
+    if len(await http.body()) < LARGE_BODY:
+        return task(*arguments, **options)
+    async with http.app.state.large_bodies.hold(http.scope["state"]["tenant"].name):
+        return await asyncio.to_thread(task, *arguments, **options)
 
 
 async def read_body(http: Request, kind: type[Kind]) -> Kind:

@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cllm.chat.reply import BlockEvent, ReplyBuilder
+from cllm.chat.session import ChatSession
 from cllm.errors import ClientGone, SlowReader
 from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import ModelLease
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.answer_log import AnswerLog
-from cllm.server.dialect import COMMENT, EVENTS, respond
+from cllm.server.dialect import COMMENT, EVENTS, encode_named, respond
 from cllm.server.middleware import DIRECT_SEND, ROUTE_SEND, wait_for_disconnect
 from cllm.types import Failure, RequestOutput
 
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 HEAD_AFTER_S = 1.0  # an error that is known by then has a status of its own
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+StreamEvent = dict[str, Any]  # clients listen for it by its `type`, which also decides what else it has
 
 
 async def cancel_on_disconnect(
@@ -223,3 +228,54 @@ async def wait_for_load(
 def _release(task: asyncio.Task[ModelLease]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().release()
+
+
+# Replies in blocks, as `/v1/responses` and `/v1/messages` have them, whole or as named events -----------
+
+
+def make_event(kind: str, /, **fields: Any) -> StreamEvent:
+    return {"type": kind, **fields}
+
+
+class BlockRenderer(ABC):
+    """Renders one reply while it is built. A whole response is what its events add up to."""
+
+    beat: ClassVar[bytes] = COMMENT  # what a stream sends while there is nothing to send
+
+    def __init__(self, reply: ReplyBuilder) -> None:
+        self._reply = reply
+
+    @abstractmethod
+    def start(self) -> list[StreamEvent]:
+        """The events before any output."""
+
+    @abstractmethod
+    def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
+        """The events of a step, in order; the reply has its changes already."""
+
+    @abstractmethod
+    def body(self) -> msgspec.Struct:
+        """The response as far as it has come."""
+
+    async def chunks(self, session: ChatSession) -> AsyncIterator[bytes]:
+        """The encoded events, as they arrive."""
+        yield encode_events(self.start())
+        async for _, changes, output in session.steps():
+            if rendered := self.render(changes, output):
+                yield encode_events(rendered)
+
+    async def respond(self, http: Request, session: ChatSession, *, stream: bool) -> Any:
+        """The HTTP response, whole or streamed."""
+        if stream:
+            return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
+        outputs = await collect(session.engine, session.streams, http)
+        session.finish(outputs)
+        return self.whole()
+
+    def whole(self) -> Any:
+        """The response to a call that does not stream, its reply finished."""
+        return self.body()
+
+
+def encode_events(events: Sequence[StreamEvent]) -> bytes:
+    return b"".join(encode_named(event["type"], event) for event in events)

@@ -8,51 +8,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cllm.limits import MAX_PROPERTIES, MAX_SOURCE, check
-from cllm.text.chat_format import (
-    GEMMA_QUOTE,
-    CallStyle,
-    ChatFormat,
-    Slot,
-    Tool,
-    first_piece,
-    split_slots,
-    write_gemma,
-    write_python,
-)
-from cllm.text.json_schema import (
-    check_schemas,
-    escape_name,
-    escape_regex,
-    get_text_expression,
-    get_types,
-    get_values,
-    resolve,
-)
+from cllm.text import chat_format as formats
+from cllm.text import json_schema
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MAX_CALLS = 16  # in one answer
 MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
 MAX_FREE = 8  # arguments of a tool that does not name them
-_SLOTS = {Slot.ID: "[a-zA-Z0-9]{9}", Slot.INDEX: "[0-9]{1,2}"}
+_SLOTS = {formats.Slot.ID: "[a-zA-Z0-9]{9}", formats.Slot.INDEX: "[0-9]{1,2}"}
 MAX_DEPTH = 8  # of values that are written as Gemma writes them
 _COMMA = '","'
 _FIELD = ConstraintKind.TOOLS.field
 
 
 def make_call_grammar(
-    chat_format: ChatFormat, tools: Sequence[Tool], *, parallel: bool, forced: bool = True
+    chat_format: formats.ChatFormat, tools: Sequence[formats.Tool], *, parallel: bool, forced: bool = True
 ) -> ConstraintSpec | None:
     """The grammar of calls of these tools, with arguments by their schemas.
 
     Forced calls are the whole answer, or all that follows the reasoning. Others are constrained from their
     opening on; None where calls have none.
     """
-    check_schemas([tool.schema for tool in tools], _FIELD)
+    json_schema.check_schemas([tool.schema for tool in tools], _FIELD)
     form = chat_format.calls
     triggers: tuple[str, ...] = ()
     skipped = chat_format.lead
     if not forced:
-        skipped = first_piece(form.section_opening or form.opening).rstrip("[ ")
+        skipped = formats.first_piece(form.section_opening or form.opening).rstrip("[ ")
         triggers = tuple(mark.removeprefix(chat_format.lead) for mark in (skipped, *form.other_openings))
         others = (*chat_format.reasoning_openings, *chat_format.text_openings)
         if form.bare or any(mark.removeprefix(chat_format.lead).startswith(triggers) for mark in others):
@@ -67,7 +49,7 @@ def make_call_grammar(
 class _Grammar:
     """The rules of one grammar, written tool by tool."""
 
-    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool]) -> None:
+    def __init__(self, chat_format: formats.ChatFormat, tools: Sequence[formats.Tool]) -> None:
         self._form = chat_format.calls
         closing = chat_format.reasoning_closings[0]
         self._blanks = closing[len(closing.rstrip()) :]  # after reasoning
@@ -81,7 +63,7 @@ class _Grammar:
     def write(self, skipped: str, count: int, *, forced: bool) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
         form = self._form
-        if form.style is CallStyle.JSON:  # only there, no opening has a name
+        if form.style is formats.CallStyle.JSON:  # only there, no opening has a name
             places = [f"/anyOf/{number}" for number in range(len(self._tools))]
             if len(self._tools) == 1:
                 self._add("body", self._json(self._object(self._tools[0], ""), {}))
@@ -125,8 +107,8 @@ class _Grammar:
         """A marker: literals, control tokens and slots."""
         written: list[str] = []
         words = {slot: f"/{pattern}/" for slot, pattern in _SLOTS.items()}
-        words |= {Slot.NAME: json.dumps(name), Slot.TYPE: json.dumps(kind)}
-        for part in split_slots(text):
+        words |= {formats.Slot.NAME: json.dumps(name), formats.Slot.TYPE: json.dumps(kind)}
+        for part in formats.split_slots(text):
             if part in words:
                 written.append(words[part])
                 continue
@@ -148,44 +130,44 @@ class _Grammar:
         style = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
         return f"%json {json.dumps({**schema, **definitions, 'x-guidance': style})}"
 
-    def _object(self, tool: Tool, place: str) -> dict[str, Any]:
+    def _object(self, tool: formats.Tool, place: str) -> dict[str, Any]:
         """The schema, at this place, of a JSON object that holds name and arguments."""
         properties: dict[str, Any] = {}
         for key, slot in self._form.keys:
-            name = tool.name if key == Slot.NAME else key
-            if slot == Slot.ARGUMENTS:
-                here = f"#{place}/properties/{escape_name(name)}"
+            name = tool.name if key == formats.Slot.NAME else key
+            if slot == formats.Slot.ARGUMENTS:
+                here = f"#{place}/properties/{json_schema.escape_name(name)}"
                 properties[name] = relocate(forbid_extra_arguments(tool.schema), here)
             elif slot in _SLOTS:
                 properties[name] = {"type": "string", "pattern": f"^{_SLOTS[slot]}$"}
             else:
-                properties[name] = {"const": tool.name if slot == Slot.NAME else json.loads(slot)}
+                properties[name] = {"const": tool.name if slot == formats.Slot.NAME else json.loads(slot)}
         closed = {"required": list(properties), "additionalProperties": False}
         return {"type": "object", "properties": properties, **closed}
 
-    def _call(self, rule: str, tool: Tool) -> str:
+    def _call(self, rule: str, tool: formats.Tool) -> str:
         form = self._form
         name = json.dumps(tool.name)
-        if form.style is CallStyle.NAMED:
+        if form.style is formats.CallStyle.NAMED:
             self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema), {}))
             return f"{name} {self._text(form.after_name)} {rule}_arguments"
         arguments, required = self._arguments(rule, tool.schema)
-        if form.style is CallStyle.TAGGED:
+        if form.style is formats.CallStyle.TAGGED:
             body = " ".join(each if key in required else f"({each})?" for key, each in arguments.items())
             closed = forbid_extra_arguments(tool.schema).get("additionalProperties") is False
             if not arguments and not closed:
                 body = f"({self._free(rule)}){{0,{MAX_FREE}}}"
             return f"{name} {self._text(form.after_name)} {body}"
-        comma = '", "' if form.style is CallStyle.PYTHON else _COMMA
+        comma = '", "' if form.style is formats.CallStyle.PYTHON else _COMMA
         body = join_optional([(rule, key in required) for key, rule in arguments.items()], comma)
-        opening, closing = ('"("', '")"') if form.style is CallStyle.PYTHON else ('"{"', '"}"')
+        opening, closing = ('"("', '")"') if form.style is formats.CallStyle.PYTHON else ('"{"', '"}"')
         return f"{name} {opening} {body} {closing}"
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
         """A rule for each argument, and which of them are required."""
         listed = schema.get("properties")
         properties: Mapping[str, Any] = listed if isinstance(listed, Mapping) else {}
-        keys = sorted(properties) if self._form.style is CallStyle.GEMMA else list(properties)
+        keys = sorted(properties) if self._form.style is formats.CallStyle.GEMMA else list(properties)
         rules: dict[str, str] = {}
         for number, key in enumerate(keys):
             rules[key] = f"{rule}_{number}"
@@ -196,13 +178,13 @@ class _Grammar:
         self._count_value()
         form = self._form
         schema = schema if isinstance(schema, Mapping) else {}
-        types = get_types(schema, root)
-        if form.style is CallStyle.PYTHON:
+        types = json_schema.get_types(schema, root)
+        if form.style is formats.CallStyle.PYTHON:
             return f"{json.dumps(key + '=')} {self._python(rule, schema, types, root)}"
-        if form.style is CallStyle.GEMMA:
+        if form.style is formats.CallStyle.GEMMA:
             return f"{json.dumps(key + ':')} {self._gemma(rule, schema, root)}"
         if form.types and len(types) > 1:  # what is written before a value says its type
-            resolved = resolve(schema, root)
+            resolved = json_schema.resolve(schema, root)
             options = get_options(resolved, 0) or [{"const": value} for value in resolved.get("enum", ())]
             each = [self._argument(f"{rule}_{n}", key, one, root) for n, one in enumerate(options)]
             if each:
@@ -210,13 +192,15 @@ class _Grammar:
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        return f"{opening} {self._tagged(rule, form.value_closing.replace(Slot.KEY, key), schema, root)}"
+        return (
+            f"{opening} {self._tagged(rule, form.value_closing.replace(formats.Slot.KEY, key), schema, root)}"
+        )
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
         self._count_value()
-        mark, schema = self._form.nested, resolve(schema, root)
-        types = get_types(schema, root)
+        mark, schema = self._form.nested, json_schema.resolve(schema, root)
+        types = json_schema.get_types(schema, root)
         if options := get_options(schema, depth):
             rules = ((f"{rule}_{number}", option) for number, option in enumerate(options))
             each = (self._tagged(name, closing, option, root, depth + 1) for name, option in rules)
@@ -246,21 +230,21 @@ class _Grammar:
 
     def _raw(self, rule: str, closing: str, schema: Mapping[str, Any]) -> str:
         """A text up to its closing."""
-        if (values := get_values(schema)) is not None:
+        if (values := json_schema.get_values(schema)) is not None:
             shown = (value if isinstance(value, str) else json.dumps(value) for value in values)
             return f"({_any(map(json.dumps, shown))}) {self._text(closing)}"
-        text = get_text_expression(schema)
+        text = json_schema.get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
-        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{escape_regex(plain)}/")
+        self._add(f"{rule}_text{'[lazy]' if plain else ''}", f"/{text}{json_schema.escape_regex(plain)}/")
         return f"{rule}_text {self._text(closing[len(plain) :])}"
 
     def _python(
         self, rule: str, schema: Mapping[str, Any], types: frozenset[str], root: Mapping[str, Any]
     ) -> str:
-        schema = resolve(schema, root)
-        if (values := get_values(schema)) is not None:
-            return f"({_any(json.dumps(write_python(value)) for value in values)})"
+        schema = json_schema.resolve(schema, root)
+        if (values := json_schema.get_values(schema)) is not None:
+            return f"({_any(json.dumps(formats.write_python(value)) for value in values)})"
         value = self._json(schema, root)
         if types == {"string"} and not schema.keys() & {"pattern", "format", "anyOf", "oneOf", "allOf"}:
             value = rf"/'([^'\\\n]|\\[nt'\\]){_count(schema, 'Length')}'/"
@@ -269,15 +253,15 @@ class _Grammar:
     def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value as Gemma writes it."""
         self._count_value()
-        schema = resolve(schema, root)
-        types = get_types(schema, root)
-        if (values := get_values(schema)) is not None:
-            return f"({_any(self._text(write_gemma(value)) for value in values)})"
+        schema = json_schema.resolve(schema, root)
+        types = json_schema.get_types(schema, root)
+        if (values := json_schema.get_values(schema)) is not None:
+            return f"({_any(self._text(formats.write_gemma(value)) for value in values)})"
         if options := get_options(schema, depth):
             each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
             return f"({_any(each)})"
         if "string" in types or not types:
-            return f"{self._text(GEMMA_QUOTE)} {self._raw(rule, GEMMA_QUOTE, schema)}"
+            return f"{self._text(formats.GEMMA_QUOTE)} {self._raw(rule, formats.GEMMA_QUOTE, schema)}"
         inner = _get_inner(schema, types)
         if inner is None or depth > MAX_DEPTH:
             return self._add_rule(rule, self._json(schema, root))
@@ -299,7 +283,7 @@ class _Grammar:
         """An argument of any name."""
         form = self._form
         opening, closing = self._text(form.key_opening), self._text(form.key_closing, kind="string")
-        raw = self._raw(f"{rule}_free", form.value_closing.replace(Slot.KEY, ""), {})
+        raw = self._raw(f"{rule}_free", form.value_closing.replace(formats.Slot.KEY, ""), {})
         return f"{opening} /[a-zA-Z0-9_]{{1,64}}/ {closing} {raw}"
 
 

@@ -10,16 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from cllm.limits import MAX_NESTING
-from cllm.text.chat_format import (
-    GEMMA_QUOTE,
-    CallFormat,
-    CallStyle,
-    Slot,
-    dump_json,
-    first_piece,
-    get_type,
-    split_slots,
-)
+from cllm.text import chat_format
 from cllm.text.detokenizer import count_possible
 from cllm.text.json_schema import count_nesting, get_property, get_types, resolve
 
@@ -78,13 +69,16 @@ _Wants = Literal["{", "key", "rest of a key", ":", "value", "rest of a value"]
 class ObjectCallParser(CallParser):
     """A JSON object that holds name and arguments."""
 
-    def __init__(self, name: str | None = None, form: CallFormat | None = None) -> None:
+    def __init__(self, name: str | None = None, form: chat_format.CallFormat | None = None) -> None:
         """With a known `name`, only the object of the arguments is read."""
         super().__init__(name)
         keys = form.keys if form is not None else ()
-        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == Slot.NAME))
-        self._name_is_key = any(key == Slot.NAME for key, _ in keys)
-        self._argument_keys = (*ARGUMENT_KEYS, *(key for key, slot in keys if slot == Slot.ARGUMENTS != key))
+        self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == chat_format.Slot.NAME))
+        self._name_is_key = any(key == chat_format.Slot.NAME for key, _ in keys)
+        self._argument_keys = (
+            *ARGUMENT_KEYS,
+            *(key for key, slot in keys if slot == chat_format.Slot.ARGUMENTS != key),
+        )
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
         self._wants: _Wants = "{" if name is None else "value"
@@ -184,7 +178,7 @@ class ObjectCallParser(CallParser):
 class NamedParser(CallParser):
     """A call that starts with its name. Subclasses read what follows it from the buffer."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: chat_format.CallFormat) -> None:
         super().__init__()
         after = form.after_name.strip() or form.key_opening.strip()
         ends = {"\n", after[:1], form.after_name[:1], form.closing.strip()[:1]}
@@ -223,7 +217,7 @@ _NO_NAME = re.compile(r"""[{}<>"'`\[\]]""")
 class NamedCallParser(NamedParser):
     """A name, a separator, and a JSON object of arguments."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: chat_format.CallFormat) -> None:
         super().__init__(form)
         self._closing = form.closing.strip()
         self._object: ObjectCallParser | None = None
@@ -248,12 +242,12 @@ class NamedCallParser(NamedParser):
 class LiteralCallParser(NamedParser):
     """Arguments as literals: `f(a=1, b='text')`, or `f{a:1,b:<|"|>text<|"|>}`."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: chat_format.CallFormat) -> None:
         super().__init__(form)
-        self._python = form.style is CallStyle.PYTHON
+        self._python = form.style is chat_format.CallStyle.PYTHON
         self._opens, self._closes, self._equals = "()=" if self._python else "{}:"
         self._name_end = re.compile(re.escape(self._opens))
-        self._quotes = ("'", '"') if self._python else (GEMMA_QUOTE, '"')  # the last one in JSON
+        self._quotes = ("'", '"') if self._python else (chat_format.GEMMA_QUOTE, '"')  # the last one in JSON
         self._quote = ""  # the one that ends the string being read
         self._escaped = False
         self._nesting = 0
@@ -265,7 +259,7 @@ class LiteralCallParser(NamedParser):
         text, at = self._buffer, 0
         while at < len(text) and not self.done:
             taken = next((quote for quote in self._quotes if text.startswith(quote, at)), text[at])
-            waits = taken not in self._quotes and len(text) - at < len(GEMMA_QUOTE)
+            waits = taken not in self._quotes and len(text) - at < len(chat_format.GEMMA_QUOTE)
             if waits and any(quote.startswith(text[at:]) for quote in self._quotes):
                 break  # it may become a quote
             ends = taken == self._quote and not self._escaped
@@ -283,7 +277,7 @@ class LiteralCallParser(NamedParser):
         if self._quote:
             self._part.append(taken)
             self._quote = "" if ends else self._quote
-            self._escaped = taken == "\\" and not self._escaped and self._quote != GEMMA_QUOTE
+            self._escaped = taken == "\\" and not self._escaped and self._quote != chat_format.GEMMA_QUOTE
         elif taken in self._quotes:
             self._quote = taken
             self._part.append(taken)
@@ -306,23 +300,23 @@ class LiteralCallParser(NamedParser):
             return
         value = parse_literal(text) if self._python else parse_gemma(text)
         comma = ", " if self._count else ""
-        written = dump_json(text if value is NO_VALUE else value)
-        self._arguments.append(f"{comma}{dump_json(self._key)}: {written}")
+        written = chat_format.dump_json(text if value is NO_VALUE else value)
+        self._arguments.append(f"{comma}{chat_format.dump_json(self._key)}: {written}")
         self._key, self._count = None, self._count + 1
 
 
 class TaggedCallParser(NamedParser):
     """A name, then arguments of a key and a value each, in tags."""
 
-    def __init__(self, form: CallFormat, schemas: Schemas) -> None:
+    def __init__(self, form: chat_format.CallFormat, schemas: Schemas) -> None:
         super().__init__(form)
         self._form = form
         self._schemas = schemas
         self._opening = form.key_opening.strip()
         ends = (form.closing, form.section_closing, form.opening, form.section_opening)
-        self._ends = tuple(part for end in ends if (part := first_piece(end)))
-        self._typed = Slot.TYPE in form.key_closing
-        literals = split_slots(form.key_closing)[::2]
+        self._ends = tuple(part for end in ends if (part := chat_format.first_piece(end)))
+        self._typed = chat_format.Slot.TYPE in form.key_closing
+        literals = chat_format.split_slots(form.key_closing)[::2]
         self._key_ends = [part for literal in literals if (part := literal.strip())]
         self._blank = form.key_closing[len(form.key_closing.rstrip()) :]  # before a value
         self._key: str | None = None
@@ -381,14 +375,14 @@ class TaggedCallParser(NamedParser):
 
     def _start_value(self, key: str, word: str) -> None:
         self._key, self._value = key, []
-        self._closing = self._form.value_closing.replace(Slot.KEY, key).rstrip()
+        self._closing = self._form.value_closing.replace(chat_format.Slot.KEY, key).rstrip()
         kinds = frozenset(kind for kind, written in self._form.types if written == word)
         schema = self._schemas.get(self.name or "", {})
         self._property = get_property(schema, key), schema
         self._types = kinds or get_types(*self._property)
         self._streams = self._types == {"string"}
         comma = ", " if self._count else "{"
-        self._arguments.append(f"{comma}{dump_json(key)}: " + ('"' if self._streams else ""))
+        self._arguments.append(f"{comma}{chat_format.dump_json(key)}: " + ('"' if self._streams else ""))
         self._count += 1
 
     def _read_value(self) -> bool:
@@ -408,7 +402,7 @@ class TaggedCallParser(NamedParser):
             return True
         self._buffer = rest
         if self._streams:
-            self._arguments.append(dump_json(text)[1:-1])
+            self._arguments.append(chat_format.dump_json(text)[1:-1])
         else:
             self._value.append(text)
         if not found:
@@ -419,10 +413,10 @@ class TaggedCallParser(NamedParser):
             self._arguments.append('"')
         elif nested and nested in written:
             value = parse_tags(written, nested, *self._property)
-            self._arguments.append(dump_json(written if value is NO_VALUE else value))
+            self._arguments.append(chat_format.dump_json(written if value is NO_VALUE else value))
         else:
             value = _read_text(written, types if nested or written else types | {"string"})
-            self._arguments.append(dump_json(value))
+            self._arguments.append(chat_format.dump_json(value))
         return True
 
     def _is_whole(self, text: str) -> bool:
@@ -552,6 +546,6 @@ def _read_text(text: str, types: frozenset[str]) -> Any:
     value = NO_VALUE if types == {"string"} else parse_literal(text)
     if value is NO_VALUE or isinstance(value, str):
         return text
-    kind = get_type(value)
+    kind = chat_format.get_type(value)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if fits or "string" not in types else text

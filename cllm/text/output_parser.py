@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cllm.text.call_parser import (
-    CallParser,
-    LiteralCallParser,
-    NamedCallParser,
-    ObjectCallParser,
-    Schemas,
-    TaggedCallParser,
-)
+from cllm.text import call_parser
 from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, Tool, first_piece, split_slots
 from cllm.text.detokenizer import count_common, count_possible
 
@@ -85,7 +78,9 @@ class OutputParser:
         self._events: list[OutputEvent] = []
         self._reasoned = False
         self._cut = False
-        self._trial = ObjectCallParser(form=chat_format.calls)  # reads an answer that may be a bare call
+        self._trial = call_parser.ObjectCallParser(
+            form=chat_format.calls
+        )  # reads an answer that may be a bare call
         self._tried = 0  # characters of the buffer that the trial has read
         self._read: Callable[[bool], bool] = self._read_start
         if thinking and reasoning:
@@ -361,17 +356,17 @@ def _get_name_mark(form: CallFormat) -> str:
     return split_slots(form.opening.rstrip())[-1].rpartition("\n")[2].strip()
 
 
-def make_call_parser(form: CallFormat, schemas: Schemas) -> CallParser:
+def make_call_parser(form: CallFormat, schemas: call_parser.Schemas) -> call_parser.CallParser:
     """The parser of one call of this format, after its opening."""
     match form.style:
         case CallStyle.JSON:
-            return ObjectCallParser(form=form)
+            return call_parser.ObjectCallParser(form=form)
         case CallStyle.NAMED:
-            return NamedCallParser(form)
+            return call_parser.NamedCallParser(form)
         case CallStyle.TAGGED:
-            return TaggedCallParser(form, schemas)
+            return call_parser.TaggedCallParser(form, schemas)
         case _:
-            return LiteralCallParser(form)
+            return call_parser.LiteralCallParser(form)
 
 
 class CallReader:
@@ -382,7 +377,7 @@ class CallReader:
         self._parallel = parallel
         self._distinct = distinct
         self.count = 0  # reported
-        self._parser: CallParser | None = None
+        self._parser: call_parser.CallParser | None = None
         self._started = False  # the current call has been reported
         self._held = ""  # arguments of the current call that are not reported
         self._arguments: list[str] = []  # all of the current call

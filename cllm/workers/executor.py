@@ -17,23 +17,9 @@ from typing import Any
 
 import msgspec
 
+from cllm import messages
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy, from_code
-from cllm.messages import (
-    Command,
-    Died,
-    EncodeMedia,
-    Prepare,
-    RenderChat,
-    Report,
-    Submit,
-    TokenizerAnswer,
-    TokenizerCall,
-    TokenizerReady,
-    TokenizerReply,
-    TokenizerTask,
-    check_task,
-)
 from cllm.text.chat_template import GUARD_LIMIT_S
 from cllm.text.prompt import Chat
 from cllm.types import Failure, TokenBound
@@ -47,7 +33,7 @@ WAIT_LIMIT_S = 30.0
 TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what takes longer hangs
 GRAMMAR_LIMIT_S = 120.0  # the worker itself ends one by its CPU time; a busy machine must not
 MEDIA_LIMIT_S = 300.0  # a large picture takes seconds on a CPU, and a request may have many
-Receive = Callable[[Report], None]
+Receive = Callable[[messages.Report], None]
 
 
 class ProcessExecutor:
@@ -65,7 +51,7 @@ class ProcessExecutor:
     ) -> None:
         """With an `engine_module`, the engine worker is that: replicas of a cluster compute, for instance."""
         self._engine = Supervisor(
-            "engine", config, Report, log_level=log_level, module=engine_module or module
+            "engine", config, messages.Report, log_level=log_level, module=engine_module or module
         )
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
         if config.mmproj:
@@ -81,13 +67,13 @@ class ProcessExecutor:
             worker.start()
         self._engine.start(receive, delay_s)
 
-    def send(self, command: Command) -> None:
+    def send(self, command: messages.Command) -> None:
         """Pass a command on, without waiting. An engine that has ended drops it, and `Died` follows.
 
         Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
         """
         # Only a request can be refused: a cancel must reach the engine.
-        self._engine.send(encode(command), refusable=isinstance(command, Submit))
+        self._engine.send(encode(command), refusable=isinstance(command, messages.Submit))
 
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
@@ -99,7 +85,7 @@ class ProcessExecutor:
         self._engine.close()
 
 
-def encode(message: Command | TokenizerCall) -> bytes:
+def encode(message: messages.Command | messages.TokenizerCall) -> bytes:
     """The frame of a message. Raises InvalidRequest where no frame can carry it."""
     try:
         return msgspec.msgpack.encode(message)
@@ -126,23 +112,27 @@ class PendingTask(Attempt):
 
     retries_together = 0  # clients wait a few seconds for their text, and each start of a process takes one
 
-    def __init__(self, call_id: int, task: TokenizerTask, frame: bytes, tenant: str = "") -> None:
+    def __init__(self, call_id: int, task: messages.TokenizerTask, frame: bytes, tenant: str = "") -> None:
         self.call_id = call_id
         self.frame = frame
         self.tenant = tenant
-        self.future: Future[TokenizerAnswer] = Future()
+        self.future: Future[messages.TokenizerAnswer] = Future()
         self.made_at = time.monotonic()
         self.sent_at = 0.0
         self.abandoned = False  # its caller has gone
-        chats = [each for each in task.inputs if isinstance(each, Chat)] if isinstance(task, Prepare) else []
-        self._renders = bool(chats) or isinstance(task, RenderChat)
+        chats = (
+            [each for each in task.inputs if isinstance(each, Chat)]
+            if isinstance(task, messages.Prepare)
+            else []
+        )
+        self._renders = bool(chats) or isinstance(task, messages.RenderChat)
         self._grammar_field = "tools" if any(chat.tools for chat in chats) else ""
-        if isinstance(task, Prepare) and task.constraint is not None:
+        if isinstance(task, messages.Prepare) and task.constraint is not None:
             self._grammar_field = task.constraint.field
         long = len(frame) > LARGE_BYTES
         self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field else TEXT_LIMIT_S
         self._what = "text"
-        if isinstance(task, EncodeMedia):
+        if isinstance(task, messages.EncodeMedia):
             self._what, self.limit_s = "picture", MEDIA_LIMIT_S
         # One grammar is compiled at a time: a second one would wait for it on the other thread.
         self.large = bool(self._grammar_field) or long
@@ -194,7 +184,7 @@ class ProcessTokenizer:
         self._supervisor = Supervisor(
             role,
             config,
-            TokenizerReady | TokenizerReply,
+            messages.TokenizerReady | messages.TokenizerReply,
             beat=self._keep_limits,
             log_level=log_level,
             module=module,
@@ -219,15 +209,15 @@ class ProcessTokenizer:
                 self._supervisor.start(self._receive, delay_s)
                 self._up = True
 
-    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
+    def submit(self, task: messages.TokenizerTask, tenant: str = "") -> Future[messages.TokenizerAnswer]:
         """Queue a task; tasks are fair between tenants. The future fails with a CllmError when it is refused.
 
         Raises a CllmError for a task that is refused at once: TokenizerBusy when too much waits, unless this
         tenant has less than its share of it.
         """
         call_id = next(self._call_ids)
-        check_task(task, self)
-        call = PendingTask(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
+        messages.check_task(task, self)
+        call = PendingTask(call_id, task, encode(messages.TokenizerCall(call_id, task)), tenant)
         with self._lock:
             if self._closed:
                 raise ShuttingDown(self._closed)
@@ -271,7 +261,7 @@ class ProcessTokenizer:
     def _waiting(self) -> list[PendingTask]:
         return [*self._again, *(call for line in self._lines.values() for call in line)]
 
-    def abort(self, future: Future[TokenizerAnswer]) -> None:
+    def abort(self, future: Future[messages.TokenizerAnswer]) -> None:
         """Drop a task that still waits, or ignore its answer: the caller has gone."""
         with self._lock:
             for call in [call for call in self._waiting() if call.future is future]:
@@ -299,14 +289,14 @@ class ProcessTokenizer:
                 self._aborted = True
                 self._supervisor.kill()  # the other tasks are sent again: they may only have been held up
 
-    def _receive(self, report: TokenizerReady | TokenizerReply | Died) -> None:
+    def _receive(self, report: messages.TokenizerReady | messages.TokenizerReply | messages.Died) -> None:
         with self._lock:
-            if isinstance(report, Died):
+            if isinstance(report, messages.Died):
                 self._up = self._ready = False
                 if not self._closed:
                     self._on_crash(report)
                 return
-            if isinstance(report, TokenizerReady):
+            if isinstance(report, messages.TokenizerReady):
                 self.bound = report.bound
                 self._ready = True
                 self._dispatch()
@@ -319,7 +309,7 @@ class ProcessTokenizer:
         with self._lock:
             self._dispatch()
 
-    def _on_crash(self, died: Died) -> None:
+    def _on_crash(self, died: messages.Died) -> None:
         """Reject the tasks that are to blame, and send all others again."""
         log.warning("the %s process ended: %s", self._role, died.message)
         present, self._running = [*self._running.values()], {}

@@ -17,27 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from cllm import messages
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ContextLengthExceeded, NotSupported
-from cllm.messages import (
-    Detokenize,
-    EncodeMedia,
-    Pieces,
-    Prepare,
-    Prepared,
-    RenderChat,
-    SpellTokens,
-    Text,
-    TokenizePairs,
-    TokenizerAnswer,
-    TokenizerCall,
-    TokenizerReady,
-    TokenizerReply,
-    TokenizerTask,
-    TokenizeTexts,
-    TokenLists,
-    check_task,
-)
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import Chat, Gap, PreparedPrompt, PromptBuilder, PromptInput, PromptParts, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
@@ -77,31 +59,31 @@ class TokenizerWorker:
         with self._lock:
             _ = self._constraints
 
-    def perform(self, task: TokenizerTask) -> TokenizerAnswer:
+    def perform(self, task: messages.TokenizerTask) -> messages.TokenizerAnswer:
         """Do a task; what is wrong with it comes back as a Failure, never as an exception."""
         vocabulary = self._vocabulary
         try:
-            check_task(task, vocabulary)
+            messages.check_task(task, vocabulary)
             match task:
-                case Prepare(inputs, max_tokens, constraint, texts):
+                case messages.Prepare(inputs, max_tokens, constraint, texts):
                     if constraint is not None:  # once, however many prompts there are
                         self._check(constraint)
                     prompts = tuple(self._prepare(each, max_tokens, constraint) for each in inputs)
                     plain = partial(vocabulary.tokenize, add_special=False, parse_special=False)
-                    return Prepared(prompts, tuple(tuple(plain(text)) for text in texts))
-                case RenderChat(chat):
-                    return Text(self._prompts.render(chat))
-                case TokenizeTexts(texts, max_tokens, field):
+                    return messages.Prepared(prompts, tuple(tuple(plain(text)) for text in texts))
+                case messages.RenderChat(chat):
+                    return messages.Text(self._prompts.render(chat))
+                case messages.TokenizeTexts(texts, max_tokens, field):
                     tokenize = partial(vocabulary.tokenize, add_special=True, parse_special=False)
                     return _all_limited(map(tokenize, texts), max_tokens, field)
-                case TokenizePairs(query, documents, max_tokens):
+                case messages.TokenizePairs(query, documents, max_tokens):
                     pairs = (vocabulary.tokenize_pair(query, document) for document in documents)
                     return _all_limited(pairs, max_tokens, "documents")
-                case Detokenize(tokens):
-                    return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
-                case SpellTokens(tokens):
-                    return Pieces(tuple(map(self._spell, tokens)))
-                case EncodeMedia():
+                case messages.Detokenize(tokens):
+                    return messages.Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
+                case messages.SpellTokens(tokens):
+                    return messages.Pieces(tuple(map(self._spell, tokens)))
+                case messages.EncodeMedia():
                     raise NotSupported("this model accepts text only")
         except CllmError as error:
             return Failure.of(error)
@@ -142,13 +124,13 @@ class TokenizerWorker:
         )
 
 
-def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> TokenLists:
+def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> messages.TokenLists:
     lists: list[tuple[int, ...]] = []
     for index, tokens in enumerate(inputs):
         if max_tokens and len(tokens) > max_tokens:
             raise ContextLengthExceeded.of_input(index, len(tokens), max_tokens, field)
         lists.append(tuple(tokens))
-    return TokenLists(tuple(lists))
+    return messages.TokenLists(tuple(lists))
 
 
 def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
@@ -181,23 +163,23 @@ def limit_memory() -> None:
 
 
 def answer_tasks(
-    channel: Channel, perform: Callable[[TokenizerTask], TokenizerAnswer], bound: TokenBound
+    channel: Channel, perform: Callable[[messages.TokenizerTask], messages.TokenizerAnswer], bound: TokenBound
 ) -> None:
     """Perform what comes in, several tasks at a time, until the parent closes its end.
 
     `bound` is that of the worker's vocabulary.
     """
-    decoder = msgspec.msgpack.Decoder(TokenizerCall)
+    decoder = msgspec.msgpack.Decoder(messages.TokenizerCall)
 
-    def answer(call: TokenizerCall) -> None:
+    def answer(call: messages.TokenizerCall) -> None:
         try:
             answer = perform(call.task)
         except Exception as error:  # every task gets an answer; the log names no text
             log.error("a tokenizer task failed: %s in %s", type(error).__name__, type(call.task).__name__)
             answer = Failure("engine_error", "this text could not be processed")
-        channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
+        channel.send(msgspec.msgpack.encode(messages.TokenizerReply(call.call_id, answer)))
 
-    channel.send(msgspec.msgpack.encode(TokenizerReady(bound)))
+    channel.send(msgspec.msgpack.encode(messages.TokenizerReady(bound)))
     with ThreadPoolExecutor(THREADS) as pool:
         while (frame := channel.receive()) is not None:
             pool.submit(answer, decoder.decode(frame))

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.declarations import DECLARED
-from cllm.backend.llama.library import find
+from cllm.backend.llama.library import DECLARED, find
 from cllm.build.build import SAMPLING_NAME, sampling_path
 from cllm.types import SamplingParams, TokenMask
 

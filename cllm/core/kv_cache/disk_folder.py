@@ -21,23 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.build.toolchain import cache_directory
-from cllm.core.kv_cache.cache_file import (
-    DIGEST_BYTES,
-    get_digest,
-    get_file_size,
-    get_reason,
-    open_plainly,
-    read_entry,
-    read_prefix,
-    write_entry,
-)
+from cllm.core.kv_cache import cache_file
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
 from cllm.core.kv_cache.tiers import MIB, Entry
 from cllm.errors import CacheFileError, CllmError, NotFound, StorageFailed
 from cllm.names import path_below
 
 PREFIX, SLOT, TEMPORARY = ".kv", ".slot", ".new"  # suffixes
-_NAME_BYTES = DIGEST_BYTES // 2
+_NAME_BYTES = cache_file.DIGEST_BYTES // 2
 
 
 class DiskEntry(CachedPrefix):
@@ -103,7 +94,7 @@ class CacheFolder:
 
     @cached_property
     def _folder(self) -> Path:
-        return self._root / get_digest(self._fingerprint.encode()).hex()[:_NAME_BYTES]
+        return self._root / cache_file.get_digest(self._fingerprint.encode()).hex()[:_NAME_BYTES]
 
     def get_path(self, prefix: CachedPrefix) -> Path:
         return self._folder / (get_name(prefix) + PREFIX)
@@ -156,14 +147,14 @@ class CacheFolder:
     def _find(self, file: _File) -> DiskEntry | None:
         """What a file holds, by its head, its length and its name; None if they do not agree."""
         try:
-            prefix = read_prefix(file.path, self._fingerprint)
+            prefix = cache_file.read_prefix(file.path, self._fingerprint)
         except CllmError:
             return None
         return DiskEntry(prefix, file.path, file.size) if get_name(prefix) == file.path.stem else None
 
     def read(self, entry: DiskEntry) -> Entry:
         """An entry with its states, checked whole. Raises NotFound, CacheFileError or StorageFailed."""
-        found = read_entry(entry.path, self._fingerprint)
+        found = cache_file.read_entry(entry.path, self._fingerprint)
         if get_name(found) != entry.path.stem:
             raise CacheFileError("the cache file is another than was indexed")
         return found
@@ -177,7 +168,7 @@ class CacheFolder:
             raise NotFound("no slot of this model and KV layout is saved under this name") from None
         if size > max_bytes:
             raise StorageFailed(f"the saved slot takes {size // MIB} MiB of RAM: raise --cache-ram-mb")
-        return read_entry(path, self._fingerprint)
+        return cache_file.read_entry(path, self._fingerprint)
 
     def write(self, entry: Entry, limit: int, slot: str = "") -> Writing:
         """Write an entry to its file, or to that of a saved slot, within the `limit` for all files, in bytes.
@@ -186,16 +177,16 @@ class CacheFolder:
         """
         path = self._get_slot_path(slot) if slot else self.get_path(entry)
         temporary = path.with_name(f".{path.stem}-{secrets.token_hex(_NAME_BYTES)}{TEMPORARY}")
-        size = get_file_size(entry)
+        size = cache_file.get_file_size(entry)
         try:
             for folder in (self._root, path.parent):
                 folder.mkdir(stat.S_IRWXU, parents=True, exist_ok=True)
                 folder.chmod(stat.S_IRWXU)
             self._make_room(limit, size, path)
-            with open(temporary, "xb", opener=open_plainly) as file:
+            with open(temporary, "xb", opener=cache_file.open_plainly) as file:
                 with contextlib.suppress(OSError):  # one without a lock was left by a crash
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield from write_entry(file, entry, self._fingerprint)
+                yield from cache_file.write_entry(file, entry, self._fingerprint)
                 file.flush()
                 if slot:  # others may be damaged after a power failure, and that is found out
                     os.fsync(file.fileno())
@@ -203,7 +194,9 @@ class CacheFolder:
                 touch(temporary)
                 temporary.replace(path)
         except OSError as error:
-            raise StorageFailed(f"the cache file could not be written: {get_reason(error)}") from None
+            raise StorageFailed(
+                f"the cache file could not be written: {cache_file.get_reason(error)}"
+            ) from None
         finally:
             remove(temporary)
         used_at = time.time()
@@ -233,7 +226,7 @@ def get_name(prefix: CachedPrefix) -> str:
     """The name of its file: a digest of tenant and tokens."""
     tenant = prefix.tenant.encode()
     named = len(tenant).to_bytes(TOKEN_BYTES) + tenant
-    return get_digest(named + prefix.tokens.tobytes()).hex()[: 2 * _NAME_BYTES]
+    return cache_file.get_digest(named + prefix.tokens.tobytes()).hex()[: 2 * _NAME_BYTES]
 
 
 def _list(folder: Path) -> list[Path]:

@@ -11,17 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
+from cllm.core.kv_cache import prefix_index
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
 from cllm.core.kv_cache.layout import KVLayout, share_cells
-from cllm.core.kv_cache.prefix_index import (
-    CachedPrefix,
-    Checkpoint,
-    Match,
-    longest_cut,
-    plan_stops,
-    thin_checkpoints,
-)
 from cllm.core.kv_cache.slot_choice import SlotChoice
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import KVTransfer
@@ -40,7 +33,7 @@ class PrefixMatch(NamedTuple):
 
     length: int
     origin: Sequence | SlotContent | Entry
-    checkpoint: Checkpoint | None = None  # what cutting the origin takes
+    checkpoint: prefix_index.Checkpoint | None = None  # what cutting the origin takes
 
     @property
     def ready(self) -> bool:
@@ -142,7 +135,7 @@ class PrefixCache:
         planned = [length for length in other.stops if length <= common]
         if planned:
             return PrefixMatch(planned[-1], other)
-        cut = longest_cut(common, other.num_computed, other.checkpoints, self._min_length(other))
+        cut = prefix_index.longest_cut(common, other.num_computed, other.checkpoints, self._min_length(other))
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
@@ -161,7 +154,9 @@ class PrefixCache:
             return None
         return best
 
-    def _known(self, sequence: Sequence, tokens: Tokens[int]) -> list[Match[SlotContent] | Match[Entry]]:
+    def _known(
+        self, sequence: Sequence, tokens: Tokens[int]
+    ) -> list[prefix_index.Match[SlotContent] | prefix_index.Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
         tenant = self._key(sequence)
         slots = self.device.matches(tenant, tokens, MIN_PREFIX_TOKENS)
@@ -250,7 +245,7 @@ class PrefixCache:
             sequence.cached_from = "disk" if from_disk else "ram" if isinstance(origin, Entry) else "device"
             sequence.cached_from += "+checkpoint" if match.checkpoint is not None else ""
         sequence.loaded = None
-        if held and isinstance(origin, CachedPrefix) and len(origin.tokens) <= 2 * held:
+        if held and isinstance(origin, prefix_index.CachedPrefix) and len(origin.tokens) <= 2 * held:
             self.device.returns.observe(origin.used, len(origin.tokens), returned=True)
         self.hits += held > 0
         self.hit_tokens += held
@@ -317,7 +312,7 @@ class PrefixCache:
         needed = info.recurrent or sequence.stopping.token_limit > info.sliding_window > 0
         if needed and sequence.request.reuse and self.host.cached_limit:
             prompt, begin = sequence.request.prompt, sequence.num_computed
-            stops = plan_stops(prompt.items, begin, self._runner.vocabulary.is_control)
+            stops = prefix_index.plan_stops(prompt.items, begin, self._runner.vocabulary.is_control)
             sequence.stops = sorted({stop for stop in map(prompt.floor, stops) if stop > begin})
 
     def checkpoint(self, sequence: Sequence) -> None:
@@ -329,8 +324,8 @@ class PrefixCache:
             log.exception("no checkpoint of request %s could be made", sequence.id)
             return
         if state is not None:
-            kept = [*sequence.checkpoints, Checkpoint(sequence.num_computed, state)]
-            sequence.checkpoints = thin_checkpoints(kept, len(sequence.tokens))
+            kept = [*sequence.checkpoints, prefix_index.Checkpoint(sequence.num_computed, state)]
+            sequence.checkpoints = prefix_index.thin_checkpoints(kept, len(sequence.tokens))
             self._bound_checkpoints(sequence)
 
     def _bound_checkpoints(self, newest: Sequence) -> None:

@@ -16,8 +16,8 @@ from cllm.core.kv_cache.prefix_index import (
     CachedPrefix,
     Checkpoint,
     PrefixTier,
+    Returns,
 )
-from cllm.core.kv_cache.returns import Returns
 from cllm.core.slot_pool import SlotPool
 from cllm.types import Span
 

@@ -12,7 +12,6 @@ from cllm.server.dialects.openai import chat as chat
 from cllm.server.dialects.openai import completions as completions
 from cllm.server.dialects.openai import models as models
 from cllm.server.dialects.openai import openai
-from cllm.server.dialects.openai import streams as streams
 from cllm.server.dialects.openai.embeddings import embeddings
 from cllm.server.dialects.operation import operation
 from cllm.server.dialects.responses import llama_responses, responses

@@ -19,13 +19,12 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded
 from cllm.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
-from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events, make_event
-from cllm.server.body import Body, ModelName, StopText, TokenLimit, about
+from cllm.server.body import Body, ModelName, StopText, TokenLimit, about, run_in_turn
 from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
 from cllm.server.generation import GenerationBody
+from cllm.server.sse import BlockRenderer, StreamEvent, encode_events, make_event
 from cllm.server.submit import make_request, use_engine
-from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, RequestOutput
@@ -497,14 +496,8 @@ def _render(change: BlockEvent) -> Iterator[StreamEvent]:
 async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
-    request = make_request(
-        engine,
-        http,
-        body,
-        request_id=f"msg_{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-    )
+    request_id = f"msg_{uuid.uuid4().hex}"
+    request = make_request(engine, http, body, request_id, body.max_tokens, body.stop_sequences)
     conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
     session = await open_chat(engine, conversation, request)
     name = body.model or loaded(engine)[0].name

@@ -195,14 +195,7 @@ async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
 
 
 async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequest) -> Request:
-    request = make_request(
-        engine,
-        http,
-        body,
-        request_id=uuid.uuid4().hex,
-        max_tokens=body.max_tokens,
-        stop=body.stop,
-    )
+    request = make_request(engine, http, body, uuid.uuid4().hex, body.max_tokens, body.stop)
     request, (prompt,) = await prepare(engine, request, [RawText((body.prompt,))])
     return msgspec.structs.replace(request, prompt=prompt)
 

@@ -26,6 +26,7 @@ from cllm.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text
 from cllm.models.files import parse_file_type
 from cllm.names import is_name
 from cllm.server import submit
+from cllm.server.body import run_in_turn
 from cllm.server.dialect import COMMENT, Dialect, encode, get_status
 from cllm.server.dialects import llama_body as shapes
 from cllm.server.dialects.llama_body import LlamaCompletionBody
@@ -37,7 +38,6 @@ from cllm.server.generation import AdapterScalesBody
 from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.timings import PromptProgress, get_timings
-from cllm.server.turns import run_in_turn
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Health, Request, RequestOutput
 
@@ -306,15 +306,8 @@ async def complete(
     `texts` are the prompts as the answers show them; None: as their tokens are spelled.
     """
     probed = PROBED if body.post_sampling_probs else body.n_probs
-    request = submit.make_request(
-        engine,
-        http,
-        body,
-        request_id=uuid.uuid4().hex,
-        max_tokens=None if body.n_predict < 0 else body.n_predict,
-        stop=body.stop,
-        logprobs=probed if body.n_probs else None,
-    )
+    limit, logprobs = None if body.n_predict < 0 else body.n_predict, probed if body.n_probs else None
+    request = submit.make_request(engine, http, body, uuid.uuid4().hex, limit, body.stop, logprobs=logprobs)
     request = _replace(request, media=media or {})
     request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [

@@ -23,17 +23,16 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.files import HubReference, parse_hub
+from cllm.server.body import run_in_turn
 from cllm.server.dialect import NDJSON, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
-from cllm.server.dialects.openai.embeddings import check_embeds, embed, encode_entries
+from cllm.server.dialects.openai.embeddings import RAW, check_embeds, embed, encode_entries, to_vector
 from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
-from cllm.server.turns import run_in_turn
 from cllm.types import TokenLogprob, Usage
-from cllm.vectors import RAW, to_vector
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
@@ -172,14 +171,9 @@ async def _submit(
     engine: EngineClient, http: HttpRequest, body: shapes.OllamaAnswerBody
 ) -> tuple[AsyncOutputStream, ReplyBuilder, int]:
     """The stream of the answer, the reply that is built from it, and the length of the prompt."""
+    options, request_id = body.options, f"ollama-{uuid.uuid4().hex}"
     request = make_request(
-        engine,
-        http,
-        body.options,
-        request_id=f"ollama-{uuid.uuid4().hex}",
-        max_tokens=body.options.max_tokens,
-        stop=body.options.stop,
-        logprobs=body.top,
+        engine, http, options, request_id, options.max_tokens, options.stop, logprobs=body.top
     )
     if (raw := body.raw_prompt) is None:
         conversation = await run_in_turn(http, body.conversation, sees=engine.sees)

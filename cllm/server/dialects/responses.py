@@ -22,34 +22,19 @@ from cllm.frontend.async_calls import loaded
 from cllm.limits import MAX_MESSAGES, check
 from cllm.server.answer_log import AnswerLog
 from cllm.server.background import ATTEMPT_EVENTS, end_response
-from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events, make_event
+from cllm.server.body import run_in_turn
 from cllm.server.dialect import JSON, encode_named
+from cllm.server.dialects import responses_body as shapes
 from cllm.server.dialects.llama_body import InputTokens
 from cllm.server.dialects.llama_server import LlamaServerDialect
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.batches import NUMBER, DeletedObject, get_jobs
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
-from cllm.server.dialects.responses_answer import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputCustomCall,
-    OutputFunctionCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputReasoningItem,
-    OutputText,
-    OutputTokensDetails,
-    ResponseFailure,
-    ResponseObject,
-    ResponseUsage,
-)
-from cllm.server.dialects.responses_body import ConversationName, ResponseItem, ResponsesBody
+from cllm.server.dialects.responses_body import OutputReasoning, OutputText, ResponseObject, ResponsesBody
 from cllm.server.job_store import NOT_STORED, STORES_NOTHING, JobDatabase, StoredObject
-from cllm.server.sse import EventStream
+from cllm.server.sse import BlockRenderer, EventStream, StreamEvent, encode_events, make_event
 from cllm.server.submit import make_request, use_engine
-from cllm.server.turns import run_in_turn
 from cllm.text.call_parser import parse_object
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
@@ -70,7 +55,7 @@ LINGER_S = 600.0  # for the events of a background response that has ended
 CANCEL_S = 10.0  # for a step to end
 _NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
-decode_items = msgspec.json.Decoder(list[ResponseItem]).decode
+decode_items = msgspec.json.Decoder(list[shapes.ResponseItem]).decode
 
 
 class ResponsesDialect(OpenAIDialect):
@@ -121,8 +106,8 @@ EXAMPLE = ResponseObject(
         ResponsesBody.parse({"input": "?", "instructions": "Be brief.", "max_output_tokens": 64}),
         "SmolLM2-135M-Instruct",
     ),
-    output=[OutputMessage("msg_2b7e", "completed", [OutputText("AI is …")])],
-    usage=ResponseUsage(4, InputTokensDetails(0), 3, OutputTokensDetails(0), 7),
+    output=[shapes.OutputMessage("msg_2b7e", "completed", [OutputText("AI is …")])],
+    usage=shapes.ResponseUsage(4, shapes.InputTokensDetails(0), 3, shapes.OutputTokensDetails(0), 7),
 )
 
 
@@ -137,10 +122,10 @@ EXAMPLE_EVENTS = encode_events(
 )
 
 
-async def load_history(body: ResponsesBody, http: HttpRequest) -> list[ResponseItem]:
+async def load_history(body: ResponsesBody, http: HttpRequest) -> list[shapes.ResponseItem]:
     """The items before a request's own; raises NotFound, InvalidRequest for too many."""
     store, tenant = get_jobs(http)
-    if isinstance(body.conversation, ConversationName) and body.conversation.id is not None:
+    if isinstance(body.conversation, shapes.ConversationName) and body.conversation.id is not None:
         kept = await store.run(JobDatabase.get, "conversation", tenant, body.conversation.id)
         items = decode_items(kept.more)
         check(len(items), MAX_MESSAGES, "items", "conversation", "start another one")
@@ -161,7 +146,7 @@ async def find_conversation(
     if earlier is not None:
         kept: dict[str, str] = msgspec.json.decode(earlier.record).get("conversation", {})
         return kept.get("id")
-    if not isinstance(body.conversation, ConversationName):
+    if not isinstance(body.conversation, shapes.ConversationName):
         return None
     if body.conversation.id is not None:
         return body.conversation.id
@@ -252,34 +237,34 @@ class ResponseRenderer(BlockRenderer):
             created_at=self._created,
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
-            error=None if failure is None else ResponseFailure(failure.message),
-            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            error=None if failure is None else shapes.ResponseFailure(failure.message),
+            incomplete_details=shapes.IncompleteDetails() if status == "incomplete" else None,
             **self._echoed,
             output=[self._make_item(block) for block in self._reply.blocks],
             usage=self._usage(),
         )
 
-    def _usage(self) -> ResponseUsage | None:
+    def _usage(self) -> shapes.ResponseUsage | None:
         if (usage := self._reply.usage) is None:
             return None
-        return ResponseUsage(
+        return shapes.ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(usage.cached_tokens, cached_from=usage.cached_from),
+            shapes.InputTokensDetails(usage.cached_tokens, cached_from=usage.cached_from),
             usage.completion_tokens,
-            OutputTokensDetails(self._reply.reasoning_tokens),
+            shapes.OutputTokensDetails(self._reply.reasoning_tokens),
             usage.prompt_tokens + usage.completion_tokens,
         )
 
-    def _make_item(self, block: Block, *, started: bool = False) -> OutputItem:
+    def _make_item(self, block: Block, *, started: bool = False) -> shapes.OutputItem:
         """The output item of a block that has ended, or has just `started`."""
         status = "in_progress" if started else "incomplete" if block.cut else "completed"
         item_id = f"{_NAMES[block.kind][0]}_{block.id}"
         if block.kind is BlockKind.TOOL_CALL:
-            call = OutputCustomCall if block.name in self._custom else OutputFunctionCall
-            given = _get_input(block) if call is OutputCustomCall else block.text
+            call = shapes.OutputCustomCall if block.name in self._custom else shapes.OutputFunctionCall
+            given = _get_input(block) if call is shapes.OutputCustomCall else block.text
             return call(item_id, status, f"call_{block.id}", block.name, "" if started else given)
         content: list[Any] = [] if started else [self._make_part(block)]
-        kind = OutputMessage if block.kind is BlockKind.TEXT else OutputReasoningItem
+        kind = shapes.OutputMessage if block.kind is BlockKind.TEXT else shapes.OutputReasoningItem
         return kind(item_id, status, content)
 
     def _make_part(self, block: Block, *, started: bool = False) -> OutputText | OutputReasoning:
@@ -387,15 +372,8 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     stream = body.stream and earlier is None
     engine = await use_engine(http, body.model, stream=stream, timeout_s=body.timeout)
     history = await load_history(body, http)
-    request = make_request(
-        engine,
-        http,
-        body,
-        request_id=f"resp_{uuid.uuid4().hex}" if earlier is None else earlier.id,
-        max_tokens=body.max_output_tokens,
-        stop=body.stop,
-        logprobs=body.top,
-    )
+    request_id, limit = earlier.id if earlier else f"resp_{uuid.uuid4().hex}", body.max_output_tokens
+    request = make_request(engine, http, body, request_id, limit, body.stop, logprobs=body.top)
     conversation_id = await find_conversation(body, http, earlier)
     conversation = await run_in_turn(http, body.to_conversation, history, sees=engine.sees)
     session = await open_chat(engine, conversation, request)

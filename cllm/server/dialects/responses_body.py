@@ -1,4 +1,4 @@
-"""The body of OpenAI's `/v1/responses`: the items of its input, its tools and the rest of its fields."""
+"""Requests and responses of OpenAI's `/v1/responses`: items, tools, output, usage."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import force_setattr
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_MESSAGES, MAX_TOOLS
 from cllm.server.body import Body, Metadata, Name, TokenLimit, about
 from cllm.server.dialects.openai import bodies
+from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
@@ -347,3 +348,123 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
             think=effort != "none",
             **self._choice.apply([tool.tool() for tool in self.tools]),
         )
+
+
+# Responses ---------------------------------------------------------------------------------------------
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of an output message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of a reasoning item."""
+
+    text: str = ""
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """An output item: text."""
+
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """An output item: reasoning."""
+
+    id: str
+    status: str
+    content: list[OutputReasoning]
+    summary: list[Any] = []
+
+
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """An output item: a tool call; `arguments` is JSON text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """An output item: a call of a custom tool, with its one text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall | OutputCustomCall
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a call."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    message: str
+    code: str = "server_error"
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str = "max_output_tokens"
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """The response: the output, and the parameters of the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | list[dict[str, Any]] | None = None
+    max_output_tokens: int | None = None
+    temperature: float
+    top_p: float
+    user: str | None = None
+    model: str
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, str]
+    top_logprobs: int
+    truncation: str = "disabled"
+    store: bool = False
+    background: bool = False
+    previous_response_id: str | None = None
+    conversation: dict[str, str] | UnsetType = UNSET
+    service_tier: str = "default"
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama.declarations import DECLARED, Declarations
-from cllm.backend.llama.library import load
+from cllm.backend.llama.library import DECLARED, Declarations, load
 from cllm.build.toolchain import BuildError, find_compiler, source_directory
 from scripts.declarations import HEADERS, TARGET, Headers, Writer, make_declarations
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cllm.build import build, media, toolchain
-from cllm.build.media import MediaOptions, find_media
+from cllm.build import build, module, toolchain
+from cllm.build.module import MediaOptions, find_media
 from cllm.build.toolchain import Compiler
 
 GCC = Compiler(("gcc",), ("g++",), "gcc 12.2.0")
@@ -62,6 +62,6 @@ def test_the_project_compiles_against_the_finished_library(
     path = build.build_media(library)
     assert path == build.build_media(library) == find_media(library) and len(commands) == 1
     assert "-DMTMD_VIDEO=OFF" in commands[0] and f"-DLIBRARIES={library}" in commands[0]
-    assert media.media_revision() in path.parent.joinpath("build.json").read_text()
+    assert module.media_revision() in path.parent.joinpath("build.json").read_text()
     build.build_media(library, force=True)
     assert len(commands) == 2

@@ -17,6 +17,7 @@ from cllm.messages import (
     TokenizeTexts,
     TokenLists,
 )
+from cllm.server.dialects.openai.embeddings import to_vector
 from cllm.testing import END_TOKEN, FakeRunner
 from cllm.types import (
     EmbedLimits,
@@ -28,7 +29,6 @@ from cllm.types import (
     SamplingParams,
     Usage,
 )
-from cllm.vectors import to_vector
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream

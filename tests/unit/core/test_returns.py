@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.returns import Returns
+from cllm.core.kv_cache.prefix_index import Returns
 
 
 def test_before_anything_was_seen_the_older_returns_less_often() -> None:

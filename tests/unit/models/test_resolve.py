@@ -149,7 +149,7 @@ def test_adapters_are_pulled_from_a_hub(hub: FakeHub, caches: Path) -> None:
 def test_an_mmproj_beside_the_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Path | None] = [tmp_path]
     monkeypatch.setattr("cllm.backend.llama.library.find", lambda: tmp_path)
-    monkeypatch.setattr("cllm.build.media.find_media", lambda _: built[0])
+    monkeypatch.setattr("cllm.build.module.find_media", lambda _: built[0])
     files = make_causal(tmp_path)
     (tmp_path / "mmproj-a.gguf").write_bytes(b"no model")
     assert find_mmproj(files.model) == ""

@@ -13,7 +13,7 @@ import pytest
 from cllm import limits
 from cllm.frontend.engine_client import EngineClient
 from cllm.limits import LIMITS, MAX_BIASED_TOKENS, MAX_CONTAINERS, MAX_PIECES, MAX_TOKENIZED, MAX_VALUES
-from cllm.server.turns import LARGE_BODY
+from cllm.server.body import LARGE_BODY
 from cllm.types import Request
 from tests.unit.server.test_scheduling_fields import with_server
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from cllm.server.dialects.responses import EXAMPLE, decode_items, make_stored
-from cllm.server.dialects.responses_answer import (
+from cllm.server.dialects.responses_body import (
     OutputCustomCall,
     OutputFunctionCall,
     OutputReasoning,
     OutputReasoningItem,
+    ResponsesBody,
 )
-from cllm.server.dialects.responses_body import ResponsesBody
 
 
 def test_every_kind_of_item_is_read_back_as_it_was_stored() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cllm.server.turns import LARGE_BODY, TenantTurns, run_in_turn
+from cllm.server.body import LARGE_BODY, TenantTurns, run_in_turn
 from cllm.types import TenantLimits
 
 

@@ -1,4 +1,7 @@
-"""OpenAI's files and batches: upload requests, run them in idle time, read the answers."""
+"""OpenAI's files and batches: upload requests, run them in idle time, read the answers.
+
+Also the streams of every dialect that can be reconnected to: answers that outlive their connection, too.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,21 @@ from starlette.responses import FileResponse, Response
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.limits import MAX_FILE_BYTES, MAX_UPLOADS, check
+from cllm.server.answer_log import NO_STREAM
 from cllm.server.batches import BatchObject, Endpoint, FileObject, LineErrors, read_lines
 from cllm.server.body import Body, Metadata, Name, about
 from cllm.server.dialects.openai import openai
+from cllm.server.dialects.openai.chat import EXAMPLE_EVENTS
+from cllm.server.dialects.operation import CancelledResponse
 from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObject
+from cllm.server.sse import resume_stream
 
 MAX_LISTED = 10_000
 WINDOW = re.compile(r"(\d{1,4})([mhd])")
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
 FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use (--job-store-mb)", "No room")
 _NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
+_NO_STREAM = {404: ("not_found", NO_STREAM, "No such stream, or none any more")}
 _NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
 NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
@@ -309,3 +317,22 @@ async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     stored = await store.run(JobDatabase.change, "batch", tenant, batch_id, cancel)
     http.app.state.batches.wake()
     return await _describe(store, stored)
+
+
+# Streams ------------------------------------------------------------------------------------------------
+
+
+@openai.get("/v1/streams/{stream_id}", None, events=EXAMPLE_EVENTS, errors=_NO_STREAM)
+async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
+    """Return the events of a stream after the one of `Last-Event-ID`, or all, then those to come.
+
+    The id of a stream is in the header `X-Stream-Id` of its response, and in the ids of its events.
+    """
+    return resume_stream(http, stream_id)
+
+
+@openai.delete("/v1/streams/{stream_id}", CancelledResponse("chatcmpl-1"), errors=_NO_STREAM)
+async def cancel_stream(stream_id: str, http: HttpRequest) -> CancelledResponse:
+    """Cancel the answer of a stream."""
+    http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id)[0].cancel()
+    return CancelledResponse(stream_id)

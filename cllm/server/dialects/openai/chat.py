@@ -17,6 +17,7 @@ from starlette.responses import Response
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
 from cllm.frontend.async_calls import loaded
+from cllm.server.body import run_in_turn
 from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
 from cllm.server.dialects.openai import completions, openai
@@ -24,7 +25,6 @@ from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
-from cllm.server.turns import run_in_turn
 from cllm.types import FinishReason, TokenLogprob
 
 _json = msgspec.json.Encoder()
@@ -287,15 +287,9 @@ class ChatCompletionRenderer:
 async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
+    request_id, scored = f"chatcmpl-{uuid.uuid4().hex}", body.prompt_logprobs
     request = make_request(
-        engine,
-        http,
-        body,
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
-        stop=body.stop,
-        logprobs=body.top,
-        prompt_logprobs=body.prompt_logprobs,
+        engine, http, body, request_id, body.max_tokens, body.stop, logprobs=body.top, prompt_logprobs=scored
     )
     conversation = await run_in_turn(http, body.conversation, sees=engine.sees)
     session = await open_chat(engine, conversation, request, body.n)

@@ -253,9 +253,9 @@ async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResp
         engine,
         http,
         body,
-        request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
-        stop=body.stop,
+        f"cmpl-{uuid.uuid4().hex}",
+        body.max_tokens,
+        body.stop,
         logprobs=1 if body.logprobs is None and best_of > body.n else body.logprobs,
         prompt_logprobs=max((each for each in scores if each is not None), default=None),
     )

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
@@ -28,9 +30,9 @@ from cllm.server.dialects.openai.bodies import NO_MEDIA, JsonValue, TextPart
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import Pooling, Request
-from cllm.vectors import RAW, to_vector
 
 ENTRIES_AT_A_TIME = 64
+RAW = -1  # as `norm` of `to_vector`
 TokenizedInputs = tuple[tuple[int, ...], ...]
 
 
@@ -153,10 +155,6 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     return_documents: Annotated[bool, about("Return each document beside its score")] = False
     return_text: Annotated[bool, about("The same for `texts`")] = False
 
-    @property
-    def plain_texts(self) -> tuple[str, ...]:
-        return tuple(one if isinstance(one, str) else one.text for one in self.documents)
-
 
 class ScoreBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/score`."""
@@ -264,6 +262,22 @@ _EMBEDDED = EmbeddingList(model="nomic-embed", data=[Embedding(index=0, embeddin
 _RERANKER: dict[str, Any] = {"model": "bge-reranker-v2-m3", "usage": _USAGE}
 _RANKED = RerankResponse(results=[Ranked(0, 5.27)], **_RERANKER)
 _SCORED = ScoreResponse(id="score-8f0c", created=1767225600, data=[Score(index=0, score=5.27)], **_RERANKER)
+
+
+def to_vector(data: bytes, dimensions: int | None = None, norm: int = 2) -> npt.NDArray[np.float32]:
+    """The first `dimensions` elements of an embedding in `RequestOutput.embeddings`, scaled to norm 1.
+
+    `norm` is that of llama-server: RAW scales nothing, 0 makes the largest element 32760, 1 and above are the
+    p-norms. A vector of zeros is not scaled.
+    """
+    vector = np.frombuffer(data, "<f4")[:dimensions].astype(np.float64)
+    if norm == RAW:
+        length = 1.0
+    elif norm == 0:
+        length = float(np.abs(vector).max()) / 32760.0
+    else:
+        length = float((np.abs(vector) ** norm).sum() ** (1.0 / norm))
+    return (vector / length if length > 0 else vector).astype("<f4")
 
 
 async def encode_entries(entries: Iterable[Any]) -> list[Any]:
@@ -394,7 +408,7 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
 async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[RankedInList]:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
-    texts = body.plain_texts
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
     scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
     if body.texts is not None:

@@ -140,7 +140,7 @@ def make_model(
 
 
 def _list_capabilities(info: ModelInfo) -> Iterator[str]:
-    template = info.template_for(tools=True)
+    template = info.tool_template or info.chat_template
     if info.generates:
         yield "completion"
         if template is not None:
