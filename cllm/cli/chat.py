@@ -22,6 +22,11 @@ from cllm.logs import configure_logging
 MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
 THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
 
+Image = Annotated[
+    list[Path],
+    Option(metavar="FILE", show_default=False, help="Picture or sound for the question. Repeatable."),
+]
+
 
 def chat_command(
     model: Annotated[
@@ -29,6 +34,7 @@ def chat_command(
     ] = "",
     url: Url = "",
     system: Annotated[str, Option(metavar="TEXT", help="System prompt.", show_default=False)] = "",
+    image: Image = [],  # noqa: B006
     think: Annotated[str, Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")] = "on",
     local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs.")] = False,
     ctx_size: Annotated[
@@ -57,7 +63,10 @@ def chat_command(
         raise SetupError("there is no question: standard input is empty")
     try:
         with closing(open_source(model, url, config, _report, local=local)) as source:
-            dialog = Dialog(source, Transcript(system=system, think=think), screen)  # type: ignore[arg-type]
+            transcript = Transcript(system=system, think=think)  # type: ignore[arg-type]
+            for path in image:
+                transcript.show(path)
+            dialog = Dialog(source, transcript, screen)
             if interactive:
                 from cllm.cli.chat_commands import ChatLoop  # prompt_toolkit comes along
 
@@ -106,6 +115,7 @@ def run_command(
     ] = "",
     model: Annotated[str, Option(**MODEL, help="File, hf:… or name. None: the server's, or embedded")] = "",
     url: Url = "",
+    image: Image = [],  # noqa: B006
     local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs")] = False,
     max_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens to generate at most")] = 1024,
     temperature: Annotated[float, Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
@@ -130,6 +140,8 @@ def run_command(
     try:
         with closing(open_source(model, url, config, _report, local=local)) as source:
             transcript = Transcript(settings=settings, raw=raw or source.is_base)
+            for path in image:
+                transcript.show(path)
             _answer_once(Dialog(source, transcript, Screen()), text)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

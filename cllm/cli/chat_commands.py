@@ -127,6 +127,7 @@ class ChatLoop:
             "set": Command(self._set, "[NAME [VALUE]]", "show or change a setting", lambda: SETTINGS),
             "think": Command(self._think, "on|off|hide", "reasoning: shown, none, folded", lambda: THINK),
             "file": Command(self._file, "PATH", "put a text file into the next question"),
+            "image": Command(self._image, "PATH", "put a picture or a sound into the next question"),
             "json": Command(self._json, "[SCHEMA|FILE|off]", "answers are JSON: any object, or by a schema"),
             "retry": Command(self._retry, "", "answer the last question again"),
             "undo": Command(self._undo, "", "forget the last question and its answer"),
@@ -212,6 +213,10 @@ class ChatLoop:
         size = len(read_text(path))
         self._files.append(path)
         self._screen.say(f"{path.name}, {size:,} characters, goes into the next question")
+
+    def _image(self, rest: str) -> None:
+        self._dialog.transcript.show(Path(rest))
+        self._screen.say(f"{Path(rest).name} goes into the next question")
 
     def _json(self, rest: str) -> None:
         schema: dict[str, Any] | None = None if rest == "off" else {}

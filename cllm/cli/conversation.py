@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from cllm.cli.terminal import Screen
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, Unauthorized
 from cllm.fields import describe_unknown, parse_fields
+from cllm.limits import MAX_PICTURE_BYTES
 from cllm.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,6 +54,15 @@ class Message(msgspec.Struct, omit_defaults=True):
     role: Literal["user", "assistant"]
     content: str
     reasoning_content: str = ""
+    pictures: list[str] = []  # or sounds: files in base64
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as an API takes it."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        if pictures := fields.pop("pictures", ()):
+            shown = [{"type": "image_url", "image_url": f"data:;base64,{each}"} for each in pictures]
+            fields["content"] = [*shown, {"type": "text", "text": self.content}]
+        return fields
 
 
 class Transcript(msgspec.Struct):
@@ -64,6 +75,7 @@ class Transcript(msgspec.Struct):
     raw: bool = False  # complete the question as it is: no chat template
     schema: dict[str, Any] | None = None  # of the answers; an empty one: any object
     messages: list[Message] = []
+    pictures: list[str] = []  # for the next question
 
     @property
     def unanswered(self) -> bool:
@@ -73,7 +85,12 @@ class Transcript(msgspec.Struct):
         """Add a question; it replaces one that has no answer."""
         if self.unanswered:
             self.messages.pop()
-        self.messages.append(Message("user", question))
+        self.messages.append(Message("user", question, pictures=self.pictures))
+        self.pictures = []
+
+    def show(self, path: Path) -> None:
+        """Put a picture into the next question. Raises ConfigError."""
+        self.pictures.append(base64.b64encode(_read(path, MAX_PICTURE_BYTES)).decode())
 
     def drop_answer(self) -> bool:
         """Make the last question one without an answer; False where there is none."""
@@ -86,7 +103,7 @@ class Transcript(msgspec.Struct):
         if self.raw:
             return self.messages[-1].content
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *(msgspec.to_builtins(message) for message in self.messages)]
+        return [*system, *(message.rendered() for message in self.messages)]
 
     def options(self) -> dict[str, Any]:
         """The fields of `/v1/chat/completions` that follow from the settings."""

@@ -23,7 +23,7 @@ from tests.driver.engine import StepDriver
 from tests.driver.media import make_file, make_sound, make_text, make_url, open_encoder, open_media_runner
 from tests.driver.runner import GREEDY
 from tests.driver.same_text import EXACT
-from tests.driver.server import Server, StartServer, make_client, stream_text
+from tests.driver.server import Server, StartServer, cllm, make_client, stream_text
 from tests.tiny_media import MAKERS, MediaModel, make_causal, make_hearing
 from tests.unit.workers.test_media import HOSTILE
 
@@ -318,3 +318,24 @@ def test_what_is_no_sound_is_refused(hearing: Server, seeing: Server) -> None:
         assert "ask for json or text" in shaped.json()["error"]["message"]
         empty = client.post("/v1/audio/transcriptions", data={"model": "m"})
         assert empty.status_code in (400, 415)
+
+
+def test_the_terminal_shows_a_picture(seeing: Server, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(make_file(1))
+    flags = (
+        "run",
+        "What is this?",
+        "--url",
+        seeing.url,
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--image",
+    )
+    found = cllm(*flags, str(picture))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == text_of(answer(seeing, ask("What is this?", make_file(1)))).strip()
+    missing = cllm(*flags, str(tmp_path / "none.png"))
+    assert missing.returncode != 0 and "none.png cannot be read" in missing.stderr
