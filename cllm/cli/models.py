@@ -16,7 +16,7 @@ from cllm.cli.terminal import AsJson, echo, print_columns
 from cllm.errors import LibraryError, ModelFileError
 from cllm.models import store
 from cllm.models.files import HubReference, format_size, parse_hub
-from cllm.models.resolve import find_by_name, find_in_folder, is_path
+from cllm.models.resolve import find_by_name, find_in_folder, find_mmproj, is_path
 from cllm.models.store import HeaderInfo, StoredModel
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
@@ -90,7 +90,8 @@ def show_command(
     """Show a model's header and what fits here; of a hub's model that is not here, too."""
     found = find_local(reference, _join(model_dir))
     if isinstance(found, StoredModel):
-        shown = {"name": found.name, "path": str(found.path)} | _describe(found.path)
+        senses = Path(find_mmproj(found.path)).name or "none"
+        shown = {"name": found.name, "path": str(found.path), "mmproj": senses} | _describe(found.path)
     else:
         shown = _show_remote(found)
     if as_json:

@@ -152,6 +152,15 @@ def _prefer(models: Sequence[ModelFiles]) -> list[ModelFiles]:
     return list(models)
 
 
+def choose_mmproj(names: Iterable[str], model: str) -> list[str]:
+    """The multimodal projector in the folder of a model, in half precision if there are several; or none."""
+    folder = model.rpartition("/")[0]
+    known = [name for name in names if re.search(r"mmproj[^/]*\.gguf$", name, re.IGNORECASE)]
+    beside = [name for name in known if name.rpartition("/")[0] == folder and name != model]
+    order = {"F16": 0, "BF16": 1, "Q8_0": 2}
+    return sorted(beside, key=lambda name: (order.get(parse_quant(name), len(order)), name))[:1]
+
+
 def describe_files(models: Iterable[ModelFiles]) -> str:
     """Quantisations with their sizes, the smallest first."""
     ordered = sorted(models, key=lambda model: model.size)

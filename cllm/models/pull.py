@@ -19,7 +19,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from cllm.build.toolchain import locked
 from cllm.errors import HubError, ModelFileError, SetupError
 from cllm.models.download import Download, RateLimit, describe_disk, has_hash
-from cllm.models.files import HubFile, HubReference, ModelFiles, choose_files, format_size, group_files
+from cllm.models.files import (
+    HubFile,
+    HubReference,
+    ModelFiles,
+    choose_files,
+    choose_mmproj,
+    format_size,
+    group_files,
+)
 from cllm.models.hub import Hub, make_hub
 from cllm.models.store import PART, DownloadPaths, find_stored, is_switched_on, make_destination
 from cllm.names import path_below
@@ -44,9 +52,13 @@ class HubModel(NamedTuple):
     """A model as a hub lists it, and the others beside it."""
 
     commit: str
-    files: tuple[HubFile, ...]
+    files: tuple[HubFile, ...]  # its parts, and the mmproj beside them
     chosen: ModelFiles
     models: tuple[ModelFiles, ...]
+
+    @property
+    def parts(self) -> tuple[HubFile, ...]:
+        return self.files[: len(self.chosen.names)]
 
 
 def find_model(hub: Hub, reference: HubReference) -> HubModel:
@@ -58,7 +70,7 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
     if not chosen.whole:
         here = f"{len(chosen.names)} of {chosen.parts} parts"
         raise ModelFileError(f"{reference} has {here} of {chosen.stem}: it is incomplete")
-    parts = tuple(files[name] for name in chosen.names)
+    parts = tuple(files[name] for name in (*chosen.names, *choose_mmproj(files, chosen.names[0])))
     for file in parts:
         if not file.etag:
             raise HubError(f"{file.path} has no hash in the listing of {hub.endpoint}: it cannot be verified")
@@ -212,14 +224,14 @@ class Pull:
         """
         with ExitStack() as stack:
             downloads = {}
-            for number, file in enumerate(self._model.files):
+            for number, file in enumerate(self._model.parts):
                 name = folder / f"part{number}"
                 paths = DownloadPaths(name.with_suffix(PART), name, name)
                 downloads[file] = stack.enter_context(self._download(file, paths))
             return self._read_heads(downloads, folder)
 
     def _read_heads(self, downloads: dict[HubFile, Download], folder: Path) -> Path | None:
-        for file in self._model.files:
+        for file in self._model.parts:
             head = path_below(folder, Path(file.path).name)
             here = self._destination.find(file)
             if file not in downloads and here is not None:

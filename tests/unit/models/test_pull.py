@@ -56,6 +56,14 @@ def test_a_split_model_is_one(hub: FakeHub) -> None:
     assert {file.name for file in path.parent.iterdir()} == {name[4:] for name in hub.repos[SPLIT_REPO]}
 
 
+def test_the_mmproj_beside_a_model_comes_along(hub: FakeHub) -> None:
+    content = hub.repos[REPO]["tiny-llama-Q4_K_M.gguf"]
+    hub.repos[REPO] |= {f"mmproj-{kind}.gguf": content + kind.encode() for kind in ("BF16", "F16", "F32")}
+    hub.repos[REPO]["other/mmproj-F16.gguf"] = content
+    path = pull(TINY)
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "mmproj-F16.gguf"}
+
+
 def test_offline_pulls_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ModelFileError, match="hf:Example/Tiny-Llama-GGUF is not on this machine, and --offline"
