@@ -445,7 +445,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""  # its name, without the folder
     begin_text: str = ""  # how its first and its last token are written; see `Vocabulary`
     end_text: str = ""
-    sees: bool = False  # it takes pictures: it has an mmproj
+    sees: bool = False  # it takes pictures: it has an mmproj for them
+    hears: bool = False
 
 
 class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,10 +93,10 @@ def make_asks(client: Client, count: int) -> list[Ask]:
 
 
 class Killer:
-    """Kills the engine each time that `every` more answers have come; never with 0."""
+    """Kills workers in turn, several times while so many answers come; never with 0."""
 
-    def __init__(self, server: Server, every: int) -> None:
-        self._server, self._every = server, every
+    def __init__(self, server: Server, answers: int, roles: Sequence[str] = ("engine",)) -> None:
+        self._server, self._every, self._roles = server, answers // (KILLS + 1), roles
         self._lock = threading.Lock()
         self._answers = 0
         self.kills = 0
@@ -105,7 +105,7 @@ class Killer:
         with self._lock:
             self._answers += 1
             if self._every and self._answers % self._every == 0:
-                self._server.kill_worker("engine")
+                self._server.kill_worker(self._roles[self.kills % len(self._roles)])
                 self.kills += 1
 
 
@@ -114,7 +114,7 @@ def ask_all(
 ) -> Pass:
     client = Client(Address("127.0.0.1", server.port))
 
-    killer = Killer(server, len(asks) // (KILLS + 1) if kills else 0)
+    killer = Killer(server, len(asks) if kills else 0)
 
     def ask(one: Ask) -> Answer:
         answer = client.complete(one.prompt, OUTPUT_TOKENS, model=one.model)
@@ -256,7 +256,8 @@ def check_crowd(count: int, at_once: int) -> tuple[Table, list[str]]:
             time.sleep(SETTLE_S)
         with Server(folder / "restarted.log", *common, *tight, *disk) as server:
             passes.append(ask_all(server, asks, alone, "after a restart", at_once, False))
-    return _table(len(asks), passes), find_faults(alone, passes)
+    table = make_table(f"{count} requests, base and four adapters", len(asks), passes)
+    return table, find_faults(alone, passes)
 
 
 def find_faults(alone: Sequence[Answer], passes: Sequence[Pass]) -> list[str]:
@@ -274,7 +275,7 @@ def find_faults(alone: Sequence[Answer], passes: Sequence[Pass]) -> list[str]:
     return faults
 
 
-def _table(count: int, passes: Sequence[Pass]) -> Table:
+def make_table(title: str, count: int, passes: Sequence[Pass]) -> Table:
     def sources(one: Pass) -> str:
         return ", ".join(f"{name} {tokens}" for name, tokens in sorted(one.cached_from.items())) or "–"
 
@@ -284,10 +285,10 @@ def _table(count: int, passes: Sequence[Pass]) -> Table:
         ("parted elsewhere", *(f"{len(each.verdict.faults)}" for each in passes)),
         ("tokens compared", *(f"{each.verdict.compared}" for each in passes)),
         ("prompt tokens cached from", *map(sources, passes)),
-        ("engines killed", *(f"{each.kills}" for each in passes)),
+        ("workers killed", *(f"{each.kills}" for each in passes)),
         ("preempted, in all", *(f"{each.preemptions}" for each in passes)),
     ]
-    return Table((f"{count} requests, base and four adapters", *(each.name for each in passes)), rows)
+    return Table((title, *(each.name for each in passes)), rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """Tiny models that take pictures: a text model and its multimodal projector (mmproj), with random weights.
 
-One for each way in which llama.cpp decodes media rows: causal, non-causal, and with M-RoPE positions.
+One for each way in which llama.cpp decodes media rows: causal, non-causal, and with M-RoPE positions. And one
+that takes sound.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ VISION_HEADS = 2
 VISION_FEED_FORWARD = 64
 IMAGE_SIZE = 32  # where a picture is scaled to it
 MERGE = 2  # patches of each side that become one row
+STACK = 4  # frames of sound that become one row
+MEL_BINS = 80
 
 
 class MediaModel(NamedTuple):
@@ -92,6 +95,29 @@ def make_grid(directory: Path) -> MediaModel:
     return MediaModel(_write_qwen2vl(directory / "grid.gguf"), mmproj)
 
 
+def make_hearing(directory: Path) -> MediaModel:
+    """Write a llama model with a projector of Ultravox: a row for 80 ms of sound, 30 s at a time."""
+    random = np.random.default_rng(5)
+    stacked = STACK * WIDTH
+    projector = {
+        "a.conv1d.1.weight": make_matrix(random, WIDTH, MEL_BINS * 3, 1.0)
+        .reshape(WIDTH, MEL_BINS, 3)
+        .astype(np.float16),
+        "a.conv1d.1.bias": make_constant(WIDTH, 0.0).reshape(WIDTH, 1),
+        "a.conv1d.2.weight": make_matrix(random, WIDTH, WIDTH * 3, 1.0)
+        .reshape(WIDTH, WIDTH, 3)
+        .astype(np.float16),
+        "a.conv1d.2.bias": make_constant(WIDTH, 0.0).reshape(WIDTH, 1),
+        "a.position_embd.weight": make_matrix(random, 1500, WIDTH, 1.0),
+        "mm.a.norm_pre.weight": make_constant(stacked, 1.0),
+        "mm.a.mlp.1.weight": make_matrix(random, 2 * WIDTH, stacked, 1.0),
+        "mm.a.norm_mid.weight": make_constant(WIDTH, 1.0),
+        "mm.a.mlp.2.weight": make_matrix(random, EMBEDDING, WIDTH, 1.0),
+    }
+    mmproj = _write_mmproj(directory / "hearing.mmproj", "ultravox", 0, projector, random)
+    return MediaModel(make_dense(directory / "hearing.gguf"), mmproj)
+
+
 MAKERS: dict[str, Callable[[Path], MediaModel]] = {
     "causal": make_causal,
     "non-causal": make_non_causal,
@@ -102,11 +128,12 @@ MAKERS: dict[str, Callable[[Path], MediaModel]] = {
 def _write_mmproj(
     path: Path, projector: str, patch: int, tensors: Mapping[str, Array], random: np.random.Generator
 ) -> Path:
-    """Write a vision encoder with its projector's tensors, and return the path."""
+    """Write an encoder with its projector's tensors, and return the path. Without a `patch` it hears."""
+    kind, prefix = ("vision", "v") if patch else ("audio", "a")
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_name(f"tiny {projector}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool(f"clip.has_{kind}_encoder", True)
     writer.add_bool("clip.use_gelu", True)
     writer.add_string("clip.projector_type", projector)
     numbers = {
@@ -118,13 +145,16 @@ def _write_mmproj(
         "projection_dim": EMBEDDING,
         "attention.head_count": VISION_HEADS,
         "projector.scale_factor": MERGE,
+        "projector.stack_factor": STACK,
+        "num_mel_bins": MEL_BINS,
     }
     for name, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", number)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
-    for name in ("image_mean", "image_std"):
-        writer.add_array(f"clip.vision.{name}", [0.5] * 3)
-    writer.add_tensor("v.patch_embd.weight", _make_kernel(random, patch))
+        writer.add_uint32(f"clip.{kind}.{name}", number)
+    writer.add_float32(f"clip.{kind}.attention.layer_norm_epsilon", 1e-5)
+    if patch:
+        for name in ("image_mean", "image_std"):
+            writer.add_array(f"clip.vision.{name}", [0.5] * 3)
+        writer.add_tensor("v.patch_embd.weight", _make_kernel(random, patch))
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     shapes = {
@@ -134,10 +164,13 @@ def _write_mmproj(
     }
     for layer in range(VISION_LAYERS):
         for name, (outputs, inputs) in shapes.items():
-            writer.add_tensor(f"v.blk.{layer}.{name}.weight", make_matrix(random, outputs, inputs, 1.0))
-            writer.add_tensor(f"v.blk.{layer}.{name}.bias", make_constant(outputs, 0.0))
-    norms = (f"v.blk.{layer}.{name}" for layer in range(VISION_LAYERS) for name in ("ln1", "ln2"))
-    for norm in ("v.post_ln", *norms):
+            writer.add_tensor(
+                f"{prefix}.blk.{layer}.{name}.weight", make_matrix(random, outputs, inputs, 1.0)
+            )
+            if patch or name != "attn_k":  # Whisper's keys have no bias
+                writer.add_tensor(f"{prefix}.blk.{layer}.{name}.bias", make_constant(outputs, 0.0))
+    norms = (f"{prefix}.blk.{layer}.{name}" for layer in range(VISION_LAYERS) for name in ("ln1", "ln2"))
+    for norm in (f"{prefix}.post_ln", *norms):
         writer.add_tensor(f"{norm}.weight", make_constant(WIDTH, 1.0))
         writer.add_tensor(f"{norm}.bias", make_constant(WIDTH, 0.0))
     return write(writer, path)

@@ -20,7 +20,7 @@ MESSAGE_JOINT = "\n"  # between texts that become one message
 MAX_SCHEME = 16  # characters of an address before its host
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
-PICTURE_PARTS = ("image_url", "input_image", "image")
+MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio")
 REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
 
 
@@ -143,7 +143,7 @@ class MessageBuilder:
 
         Raises InvalidRequest for a part that the model does not take, in what the user asks now.
         """
-        if self._sees and kind in PICTURE_PARTS:
+        if self._sees and kind in MEDIA_PARTS:
             return self.pictures.add(kind, source, self._field)
         accepts = "text and pictures" if self._sees else "text"
         if role == "user" and not self.answered:
@@ -240,7 +240,7 @@ def _normalize(message: dict[str, Any], builder: MessageBuilder) -> dict[str, An
         elif kind in TEXT_PARTS:
             texts.append(part.get("text") or part.get("refusal") or "")
         else:
-            texts.append(builder.show_media(role, kind, part.get("image_url")))
+            texts.append(builder.show_media(role, kind, part.get("image_url") or part.get("input_audio")))
     normalized = {
         key: value for key, value in message.items() if value is not None and key not in REASONING_FIELDS
     }

@@ -34,7 +34,9 @@ def make_unit(arguments: Sequence[str], directory: Path) -> str:
         "Description=cllm, a server for GGUF models\n"
         "\n"
         "[Service]\n"
-        "Type=exec\n"
+        "Type=notify\n"
+        "TimeoutStartSec=infinity\n"  # a model may be pulled first
+        "WatchdogSec=60\n"
         f"ExecStart={command}\n"
         f"WorkingDirectory={str(directory).replace('%', '%%')}\n"
         f"{kept}"

@@ -74,7 +74,7 @@ class EngineClient:
 
     @property
     def sees(self) -> bool:
-        """It takes pictures."""
+        """It takes pictures or sound."""
         return self.media is not None
 
     # From start to stop ------------------------------------------------------------------------------
@@ -317,8 +317,7 @@ class EngineClient:
                     self._on_loading(fraction)
             case messages.Ready(info, limits, memory):
                 self.metrics.loaded(limits, memory)
-                self.info = msgspec.structs.replace(info, sees=self.sees)
-                self.limits, self.error = limits, None
+                self.info, self.limits, self.error = info, limits, None
                 self._computing = True
                 self._backoff.ready()
                 self.adapters.restore()

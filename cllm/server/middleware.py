@@ -34,7 +34,7 @@ EXPOSED_HEADERS = (
     "request-id",
     "x-request-id",
 )  # that a page may read
-UPLOADS = "/v1/files"
+UPLOADS, SOUNDS = "/v1/files", "/v1/audio/transcriptions"
 FORM_BYTES = 64 << 10  # of an upload, beside the file
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # In the scope: the server's own `send`, the one that adds headers, and the leases of the request's models.
@@ -201,8 +201,9 @@ class RequestMiddleware:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
             raise HttpError(431, "headers_too_large", message)
         posts, typed = scope["method"] == "POST", kind == b"application/json"
-        upload = posts and scope["path"] == UPLOADS and kind == b"multipart/form-data"
-        max_bytes = MAX_FILE_BYTES + FORM_BYTES if upload else self._max_bytes
+        upload = posts and scope["path"] in (UPLOADS, SOUNDS) and kind == b"multipart/form-data"
+        stored = upload and scope["path"] == UPLOADS
+        max_bytes = MAX_FILE_BYTES + FORM_BYTES if stored else self._max_bytes
         # Any page can send a form, or no type at all, and no browser asks before; for a key it does.
         foreign = scope["method"] in CHANGES and b"authorization" not in values and _is_foreign_page(values)
         if not typed and ((posts and kind and not upload) or foreign):

@@ -6,10 +6,12 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
 
@@ -23,6 +25,7 @@ from cllm.server.connection import GuardedConnection, ReadTurns, limit_connectio
 from cllm.server.job_store import JobStore, find_folder
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
+from cllm.types import Health
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,26 @@ def make_tls(config: ServerConfig) -> ssl.SSLContext | None:
         reason = getattr(error, "reason", None) or error.strerror or type(error).__name__
         raise ConfigError(f"--tls-cert and --tls-key cannot be used: {reason}") from None
     return context
+
+
+def notify(state: str) -> None:
+    """Tell the service manager a state, as sd_notify(3) does. Without one, or when it is gone, do nothing."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
+            sender.setblocking(False)
+            sender.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+async def feed_watchdog(registry: EngineRegistry) -> None:
+    """Notify the watchdog twice within its limit, unless the engine has failed for good.
+
+    A worker that hangs is replaced by its supervisor; this shows that the event loop itself runs.
+    """
+    limit_s = int(os.environ.get("WATCHDOG_USEC", 0)) / 1e6
+    while limit_s:
+        if registry.health is not Health.FAILED:
+            notify("WATCHDOG=1")
+        await asyncio.sleep(limit_s / 2)
 
 
 class DrainingServer(uvicorn.Server):
@@ -78,9 +101,11 @@ class DrainingServer(uvicorn.Server):
             for listener in sockets
         ]
         self.started = True
+        notify("READY=1")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
+            notify("STOPPING=1")
             drain_s = self._limits.drain_s
             log.info("draining: up to %.0f s for %d requests", drain_s, len(self._registry.requests))
             self._registry.drain()
@@ -137,7 +162,8 @@ async def serve(
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         state = app.state
-        beside = [loop.create_task(each) for each in (registry.unload_idle(), state.live.run())]
+        watching = (registry.unload_idle(), state.live.run(), feed_watchdog(registry))
+        beside = [loop.create_task(each) for each in watching]
         if jobs.enabled:
             beside += [loop.create_task(each.run()) for each in (state.background, state.batches)]
         await server.serve(sockets=listeners)

@@ -1,4 +1,4 @@
-"""Media worker: decodes pictures and encodes them to rows, for a model with a multimodal projector (mmproj).
+"""Media worker: decodes pictures and sound, and encodes them to rows, for a model with an mmproj.
 
 It runs in a process of its own: a client's bytes may crash the decoders (invariant: survives native death).
 """
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from PIL import Image, ImageOps
 
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.media import MediaEncoder, Picture
+from cllm.backend.llama.media import MediaEncoder, Picture, Sound
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, InvalidRequest, NotSupported
-from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_ROW_BYTES, check
+from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_ROW_BYTES, MAX_SOUND_S, check
 from cllm.messages import EncodedMedia, EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.types import Failure, Prompt, TokenBound
 from cllm.workers.channel import Channel
@@ -97,8 +97,7 @@ class MediaWorker:
             key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
             found = self._cache.get(key)
             if found is None:
-                picture = decode_picture(data, number)
-                with self._encoder.tokenize([picture], add_special=False) as tokenized:
+                with self._encoder.tokenize([self._decode(data, number)], add_special=False) as tokenized:
                     values = self._encoder.encode([tokenized]) if task.rows else {}
                     found = CachedRows(
                         tokenized.prompt, {name: each.tobytes() for name, each in values.items()}
@@ -112,6 +111,14 @@ class MediaWorker:
             prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
 
+    def _decode(self, data: bytes, number: int) -> Picture | Sound:
+        if not is_sound(data):
+            return decode_picture(data, number)
+        sound = self._encoder.decode_sound(data)
+        seconds = len(sound.samples) // self._encoder.sample_rate
+        check(seconds, MAX_SOUND_S, "seconds of sound", "messages", "send a shorter one")
+        return sound
+
 
 def read_file(given: str, number: int) -> bytes:
     """The bytes of a picture in base64. Raises InvalidRequest for bad base64, and for too many or none."""
@@ -123,6 +130,12 @@ def read_file(given: str, number: int) -> bytes:
     if not data:
         raise InvalidRequest(f"picture {number} has 0 bytes", "messages")
     return data
+
+
+def is_sound(data: bytes) -> bool:
+    """Whether a file begins as a WAV, FLAC or MP3 file does."""
+    wave = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+    return wave or data[:4] == b"fLaC" or data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
 
 
 def decode_picture(data: bytes, number: int = 1) -> Picture:

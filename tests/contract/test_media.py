@@ -15,7 +15,7 @@ from cllm.backend.llama.media import MediaEncoder, Picture, PromptText, Rows, So
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
-from cllm.errors import InvalidRequest, ModelFileError, NotSupported
+from cllm.errors import InvalidRequest, ModelFileError
 from cllm.types import make_pseudo_ids
 from tests.driver.engine import StepDriver
 from tests.driver.media import compute, encode, make_picture, media_row, open_encoder, open_media_runner
@@ -176,7 +176,7 @@ def test_text_of_a_user_has_no_control_tokens(encoder: MediaEncoder) -> None:
 
 def test_what_the_projector_cannot_take_is_refused(encoder: MediaEncoder) -> None:
     assert encoder.sees and not encoder.sample_rate
-    with pytest.raises(NotSupported, match="sound"):
+    with pytest.raises(InvalidRequest, match="sound"):
         encoder.tokenize([Sound(np.zeros(16000, np.float32))])
     with pytest.raises(InvalidRequest, match="3 bytes"):
         encoder.tokenize([Picture(4, 4, bytes(47))])

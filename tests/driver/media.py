@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import wave
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,18 @@ def make_file(seed: int = 0, kind: str = "PNG", width: int = 48, height: int = 3
     picture = make_picture(seed, width, height)
     file = io.BytesIO()
     Image.frombytes("RGB", (width, height), picture.rgb).save(file, kind, **options)
+    return file.getvalue()
+
+
+def make_sound(seed: int = 0, seconds: float = 1.0) -> bytes:
+    """A WAV file of noise."""
+    samples = np.random.default_rng(seed).integers(-20_000, 20_000, int(16_000 * seconds), np.int16)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(16_000)
+        writer.writeframes(samples.tobytes())
     return file.getvalue()
 
 

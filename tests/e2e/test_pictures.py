@@ -1,4 +1,4 @@
-"""Pictures in chats, over HTTP, on a tiny model with an mmproj."""
+"""Pictures and sound in chats, over HTTP, on tiny models with an mmproj."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cllm.errors import LibraryError
 from cllm.llm import LLM
 from cllm.workers.media import decode_picture
 from tests.driver.engine import StepDriver
-from tests.driver.media import make_file, make_text, make_url, open_encoder, open_media_runner
+from tests.driver.media import make_file, make_sound, make_text, make_url, open_encoder, open_media_runner
 from tests.driver.runner import GREEDY
 from tests.driver.same_text import EXACT
-from tests.driver.server import Server, StartServer, stream_text
-from tests.tiny_media import MAKERS, MediaModel, make_causal
+from tests.driver.server import Server, StartServer, make_client, stream_text
+from tests.tiny_media import MAKERS, MediaModel, make_causal, make_hearing
 from tests.unit.workers.test_media import HOSTILE
 
 CHAT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ def ask(text: str, *files: bytes) -> dict[str, Any]:
     return {"role": "user", "content": [*map(show, files), {"type": "text", "text": text}]}
 
 
-def body(*messages: dict[str, Any], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+def body(*messages: dict[str, Any], max_tokens: int | None = 12, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
 
 
@@ -267,3 +267,54 @@ def test_other_families_answer_as_the_engine_alone(kind: str, start: StartServer
     again = answer(server, question, said, ask("And this?", make_file(2)))
     server.kill_worker("engine")
     assert text_of(answer(server, question, said, ask("And this?", make_file(2)))) == text_of(again)
+
+
+@pytest.fixture(scope="module")
+def hearing(files: MediaModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("hearing")
+    made = make_hearing(folder)
+    flags = ("--mmproj", str(made.mmproj), "--parallel", "2", "--ctx-size", "4096", *EXACT)
+    with Server(folder / "log", str(made.model), *flags) as server:
+        yield server
+
+
+def listen(data: bytes, text: str = "What was said?") -> dict[str, Any]:
+    sound = {"type": "input_audio", "input_audio": {"data": make_text(data), "format": "wav"}}
+    return {"role": "user", "content": [sound, {"type": "text", "text": text}]}
+
+
+def test_sound_is_heard_and_encoded_once(hearing: Server) -> None:
+    texts = [text_of(answer(hearing, listen(make_sound(seed)))) for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    assert count(hearing, "encoded") == 2 and count(hearing, "cache") == 1
+    assert hearing.get("/props")["modalities"] == {"vision": False, "video": False, "audio": True}
+    assert "audio" in hearing.get("/v1/models")["data"][0]["capabilities"]
+
+
+@pytest.mark.parametrize("shape", ["json", "text"])
+def test_openai_sdk_transcribes_a_sound(hearing: Server, shape: Any) -> None:
+    file = ("speech.wav", make_sound(3))
+    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="x") as client:
+        found = client.audio.transcriptions.create(
+            model="hearing", file=file, prompt="Write it down.", response_format=shape
+        )
+    expected = text_of(answer(hearing, listen(file[1], "Write it down."), max_tokens=None))
+    assert (found if shape == "text" else found.text) == expected
+
+
+def test_what_is_no_sound_is_refused(hearing: Server, seeing: Server) -> None:
+    hearing.expect_failure("Unable to read WAV", 1)
+    cases = [
+        (hearing, listen(make_sound()[:12] + bytes(40)), "must be a whole WAV, MP3 or FLAC file"),
+        (hearing, listen(make_file()), "this model does not take pictures"),
+        (seeing, listen(make_sound()), "this model does not take sound"),
+    ]
+    for server, message, reason in cases:
+        found = server.post(CHAT, body(message))
+        assert found.status_code == 400 and reason in found.json()["error"]["message"], found.text
+    upload = {"file": ("x.wav", b"nothing")}
+    with make_client(base_url=hearing.url) as client:
+        shaped = client.post("/v1/audio/transcriptions", files=upload, data={"response_format": "srt"})
+        assert "ask for json or text" in shaped.json()["error"]["message"]
+        empty = client.post("/v1/audio/transcriptions", data={"model": "m"})
+        assert empty.status_code in (400, 415)

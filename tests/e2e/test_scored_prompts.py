@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cllm import LLM
 from tests.driver.server import Server
 
 PROMPT = "Once upon a time"
@@ -48,6 +50,24 @@ def test_echoed_prompts_have_logprobs(tiny: Server) -> None:
             for text, begin in zip(found["tokens"], found["text_offset"], strict=True):
                 assert echoed["text"][begin : begin + len(text)] == text
             assert echoed["finish_reason"] == "length"
+
+
+def test_scores_equal_those_of_the_python_api(tiny: Server, tiny_model: Path) -> None:
+    """Asked for as lm-eval does, which also tokenises with the server."""
+    info = tiny.get("/tokenizer_info")
+    assert info["eos_token"] == tiny.get("/props")["eos_token"] and "chat_template" in info
+    texts = [f"{PROMPT}{more}" for more in (" there was", ", the end", " a")]
+    asked = [{"prompt": text, "add_special_tokens": False} for text in texts]
+    prompts = [tiny.post("/tokenize", each).json()["tokens"] for each in asked]
+    choices = complete(tiny, prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)["choices"]
+    exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    with LLM(tiny_model, parallel=4, ctx_size=2048, threads=1, **exact) as llm:
+        completions = llm.generate(texts, max_tokens=1, prompt_logprobs=0)
+    for choice, completion, prompt in zip(choices, completions, prompts, strict=True):
+        scored = completion.prompt_logprobs
+        assert [entry.token for entry in scored] == prompt
+        expected = [entry.logprob for entry in scored[1:]]
+        assert choice["logprobs"]["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_stream_has_the_same_logprobs(tiny: Server) -> None:

@@ -112,16 +112,29 @@ class MediaEncoder(Owned):
             raise
         return found
 
+    def decode_sound(self, data: bytes) -> Sound:
+        """The samples of a WAV, MP3 or FLAC file. Raises InvalidRequest."""
+        if not self.sample_rate:
+            raise InvalidRequest("this model does not take sound")
+        api, given = self._api, (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        options = api.mtmd_helper_init_opt_default()
+        bitmap = api.mtmd_helper_bitmap_init_from_buf(self.pointer, given, len(data), False, options).bitmap
+        if not bitmap:
+            raise InvalidRequest("the sound cannot be read: it must be a whole WAV, MP3 or FLAC file")
+        with Owned(bitmap, api.mtmd_bitmap_free, self.deferred_frees):
+            size = api.mtmd_bitmap_get_n_bytes(bitmap)
+            return Sound(np.frombuffer(ctypes.string_at(api.mtmd_bitmap_get_data(bitmap), size), np.float32))
+
     def _check(self, part: Part) -> None:
         """Raise unless the projector takes this kind, and the data is as long as it says."""
         if isinstance(part, Picture):
             if not self.sees:
-                raise NotSupported("this model does not take pictures")
+                raise InvalidRequest("this model does not take pictures")
             if min(part.width, part.height) < 1 or len(part.rgb) != 3 * part.width * part.height:
                 raise InvalidRequest(f"a picture of {part.width} × {part.height} pixels has 3 bytes for each")
         elif isinstance(part, Sound):
             if not self.sample_rate:
-                raise NotSupported("this model does not take sound")
+                raise InvalidRequest("this model does not take sound")
             if not len(part.samples):
                 raise InvalidRequest("the sound is empty")
 

@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.gguf import GgufFile, GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import LOAD_MODES, EngineConfig
@@ -153,6 +153,7 @@ class LlamaModel(Owned):
         # Not LAST by default: a generating model's last state is about the next token, not about the text.
         own = self.metadata(f"{self.architecture}.pooling_type") or ""
         own_pooling = POOLING_TYPES[int(own)] if own in ("1", "2", "3", "4") else Pooling.MEAN
+        self._senses = GgufFile(Path(config.mmproj)).metadata if config.mmproj else {}
         self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
         ranks = self.pooling is Pooling.RANK
         length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
@@ -198,6 +199,8 @@ class LlamaModel(Owned):
             file=self.file,
             begin_text=self.vocabulary.begin_text,
             end_text=self.vocabulary.end_text,
+            sees=bool(self._senses.get("clip.has_vision_encoder")),
+            hears=bool(self._senses.get("clip.has_audio_encoder")),
         )
 
 

@@ -199,6 +199,7 @@ class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /tokenize`."""
 
     EXAMPLE = {"content": "1+1="}
+    ALIASES = {"content": ("content", "prompt"), "add_special": ("add_special", "add_special_tokens")}
 
     model: ModelName = None
     content: Annotated[

@@ -390,6 +390,14 @@ async def tokenize(body: shapes.LlamaTokenizeBody, http: HttpRequest) -> shapes.
     return shapes.LlamaTokens(await asyncio.to_thread(lambda: [*map(shapes.make_piece, tokens, texts)]))
 
 
+@llama_server.get("/tokenizer_info", {"bos_token": None, "eos_token": "</s>", "chat_template": None})
+async def tokenizer_info(http: HttpRequest) -> dict[str, str | None]:
+    """Name the start and end tokens and the chat template, as vLLM does: lm-eval asks for them."""
+    info, _ = loaded(await submit.use_engine(http, None))
+    named = {"bos_token": info.begin_text, "eos_token": info.end_text, "chat_template": info.chat_template}
+    return {name: text or None for name, text in named.items()}
+
+
 @llama_server.post("/detokenize", shapes.LlamaContent("1+1="))
 async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
@@ -431,8 +439,8 @@ async def props(http: HttpRequest) -> shapes.LlamaProps:
         model_alias=info.name,
         model_ftype=parse_file_type(info.description).name,
         model_path=info.file,
-        modalities=shapes.Modalities(vision=info.sees),
-        media_marker=shapes.MEDIA_MARKER if info.sees else "",
+        modalities=shapes.Modalities(vision=info.sees, audio=info.hears),
+        media_marker=shapes.MEDIA_MARKER if info.sees or info.hears else "",
         endpoint_slots="-/slots" not in routes,
         endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",

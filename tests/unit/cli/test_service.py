@@ -83,7 +83,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     command = ["systemd-analyze", "--user", "--man=no", "verify", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr.strip(), done.stderr
-    file.write_text(file.read_text().replace("Type=exec", "Type=nothing"))
+    file.write_text(file.read_text().replace("Type=notify", "Type=nothing"))
     assert subprocess.run(command, capture_output=True, text=True, timeout=60).stderr, "it does check"
 
 

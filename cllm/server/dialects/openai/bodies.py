@@ -22,6 +22,7 @@ REASONING = "The user wants to know what AI is."
 PREDICTION = "def add(a, b):"
 PART = {"type": "text", "text": QUESTION}
 PICTURE = {"url": "data:image/png;base64,iVBORw0KGgo="}
+SOUND = {"data": "UklGRiQAAABXQVZF", "format": "wav"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -189,6 +190,9 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     image_url: Annotated[
         JsonValue,
         about('A picture as a data URL, also as `{"url": …}`; addresses are refused', PICTURE),
+    ] = None
+    input_audio: Annotated[
+        JsonValue, about('A WAV, MP3 or FLAC file in base64, as `{"data": …, "format": "wav"}`', SOUND)
     ] = None
     text: Annotated[str | None, about("The text of this part", QUESTION)] = None
     refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None

@@ -1,8 +1,10 @@
-"""OpenAI's `/v1/chat/completions`: its answers and its route."""
+"""OpenAI's `/v1/chat/completions` and `/v1/audio/transcriptions`: their answers and routes."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -11,17 +13,20 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.datastructures import UploadFile
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cllm.chat.reply import BlockDelta, BlockEnd, BlockEvent, BlockKind, ChatReply
 from cllm.chat.session import ChatSession, ChatStep, open_chat
+from cllm.errors import InvalidRequest
 from cllm.frontend.async_calls import loaded
 from cllm.server.body import run_in_turn
 from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
 from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.middleware import SOUNDS
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
@@ -309,3 +314,54 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     if body.prompt_logprobs is None:
         return renderer.whole(replies, session, **more)
     return await asyncio.to_thread(renderer.whole, replies, session, **more)  # long prompts take a while
+
+
+class Transcription(msgspec.Struct):
+    """What is said in a sound."""
+
+    text: str
+
+
+_SOUND_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "A WAV, MP3 or FLAC file"},
+        "model": {"type": "string", "description": "A model that hears"},
+        "prompt": {
+            "type": "string",
+            "description": "What the model is asked to do; by default to transcribe",
+        },
+        "language": {"type": "string", "description": "The language that is spoken"},
+        "temperature": {"type": "number", "description": "0, the default, is greedy"},
+        "response_format": {"type": "string", "description": "`json` or `text`", "examples": ["json"]},
+    },
+}
+
+
+@openai.post(SOUNDS, Transcription("Hello!"), form=_SOUND_FORM, computes=True)
+async def transcribe(http: HttpRequest) -> Transcription | Response:
+    """Transcribe a sound: multipart, with the fields `file` and `model`."""
+    await http.body()  # it is read again
+    async with http.form(max_files=1, max_fields=8) as form:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file: this field is required, as a part of multipart/form-data", "file")
+        data = base64.b64encode(await file.read()).decode()
+        given = {name: value for name, value in form.items() if isinstance(value, str)}
+    if (shape := given.get("response_format", "json")) not in ("json", "text"):
+        raise InvalidRequest(
+            f"response_format: {shape[:32]!r} is not supported: ask for json or text", "response_format"
+        )
+    if not re.fullmatch(r"\d{1,3}(\.\d{1,9})?", heat := given.get("temperature") or "0"):
+        raise InvalidRequest(f"temperature: {heat[:32]!r} is no number", "temperature")
+    question = given.get("prompt") or "Transcribe the audio to text" + (
+        f"; it is in {given['language'][:32]}." if given.get("language") else "."
+    )
+    parts = [{"type": "input_audio", "input_audio": {"data": data}}, {"type": "text", "text": question}]
+    asked = {"model": given.get("model"), "messages": [{"role": "user", "content": parts}]}
+    body = ChatBody.parse({**asked, "temperature": float(heat)})
+    answer = await chat(body, http)
+    assert isinstance(answer, ChatCompletion), "it is not streamed"
+    text = answer.choices[0].message.content or ""
+    return Transcription(text) if shape == "json" else PlainTextResponse(text)

@@ -33,7 +33,7 @@ class ModelMeta(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model. `capabilities`: completion, chat, tools, reasoning, vision, embeddings, rerank."""
+    """A model. `capabilities`: completion, chat, tools, reasoning, vision, audio, embeddings, rerank."""
 
     id: str
     object: Literal["model"] = "model"
@@ -147,8 +147,7 @@ def _list_capabilities(info: ModelInfo) -> Iterator[str]:
             yield from ("chat", "tools")
             if any(marker in template for marker in REASONING_MARKERS):
                 yield "reasoning"
-        if info.sees:
-            yield "vision"
+        yield from ["vision"] * info.sees + ["audio"] * info.hears
     yield "rerank" if info.pooling is Pooling.RANK else "embeddings"
 
 
