@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -99,7 +99,7 @@ def make_hearing(directory: Path) -> MediaModel:
     """Write a llama model with a projector of Ultravox: a row for 80 ms of sound, 30 s at a time."""
     random = np.random.default_rng(5)
     stacked = STACK * WIDTH
-    projector = {
+    projector: dict[str, Any] = {
         "a.conv1d.1.weight": make_matrix(random, WIDTH, MEL_BINS * 3, 1.0)
         .reshape(WIDTH, MEL_BINS, 3)
         .astype(np.float16),

@@ -48,7 +48,7 @@ class Pictures(dict[str, str]):
                 )
             source = data if comma else source
         if not isinstance(source, str) or not source:
-            raise InvalidRequest(f"{field}: a part of type {kind!r} has no picture in it", field)
+            raise InvalidRequest(f"{field}: a part of type {kind!r} has no picture or sound in it", field)
         check(len(self) + 1, MAX_PICTURES, "pictures", field, "send fewer")
         marker = Marker(f"[picture-{secrets.token_hex(8)}]")
         self[marker] = source

@@ -209,11 +209,11 @@ def test_pictures_become_markers_in_their_line() -> None:
     first, second = builder.pictures
     assert message["content"] == f"a\nb{first}c{second}"
     assert [*builder.pictures.values()] == ["AA==", "BB=="]
-    sound = {"role": "user", "content": [{"type": "input_audio"}]}
+    other = {"role": "user", "content": [{"type": "input_file"}]}
     with pytest.raises(
-        InvalidRequest, match="'input_audio' is not supported: this model accepts text and pict"
+        InvalidRequest, match="'input_file' is not supported: this model accepts text and pict"
     ):
-        normalize_messages([sound], builder)
+        normalize_messages([other], builder)
 
 
 @pytest.mark.parametrize(
