@@ -19,7 +19,7 @@ from cllm.cli.chat import MODEL, THREADS
 from cllm.cli.client import READ_S, ServerClient, Url
 from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import ConfigError, ServerUnreachable
-from cllm.logs import configure_logging
+from cllm.process import configure_logging
 from cllm.server.batches import ENDPOINTS, make_answer, read_lines, read_request
 from cllm.server.generation import MAX_PRIORITY
 from cllm.server.job_store import BatchLine

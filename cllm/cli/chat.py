@@ -17,7 +17,7 @@ from cllm.cli.conversation import Dialog, Transcript, open_source
 from cllm.cli.terminal import Screen, Wrap
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
-from cllm.logs import configure_logging
+from cllm.process import configure_logging
 
 MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
 THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from cllm import __version__
 from cllm.cli.terminal import fail
 from cllm.errors import CllmError, SetupError
-from cllm.logs import configure_logging
+from cllm.process import configure_logging
 
 COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),

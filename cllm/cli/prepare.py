@@ -20,8 +20,8 @@ import msgspec
 
 from cllm.config import EngineConfig, ModelConfig, PreparedModel
 from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
-from cllm.logs import configure_logging
 from cllm.models.survey import Survey
+from cllm.process import configure_logging
 from cllm.types import Failure
 
 if TYPE_CHECKING:

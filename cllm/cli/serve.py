@@ -35,10 +35,10 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
 from cllm.frontend.tenants import Tenants
-from cllm.logs import configure_logging
 from cllm.models.files import format_memory, format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.names import make_visible, path_below
+from cllm.process import configure_logging, new_event_loop
 from cllm.server.app import check_defaults, read_defaults
 from cllm.server.keys import KeyRing
 from cllm.server.serve import Listeners, bind, make_tls, serve
@@ -248,17 +248,8 @@ def _run_task(task: PrepareTask | SurveyTask, kind: type[Answer]) -> Answer:
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serving)
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
 
 
 class EngineLoader:
@@ -286,7 +277,7 @@ class EngineLoader:
                 raise Forbidden("model: the models of a cluster are changed by `cllm cluster deploy`")
             return prepare_gateway(model.engine, self._server.cluster)
         if file:
-            path = find_model(self._server.model_dir, file)
+            path = self.find_file(file)
         else:
             path = Path(serving.model if serving is not None else model.engine.model)
         poll = 0 if self._turns is not None and model.engine.poll is None else model.engine.poll
@@ -305,8 +296,12 @@ class EngineLoader:
             raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
 
     def find_file(self, name: str) -> Path:
-        """A file of --model-dir. Raises Forbidden."""
-        return find_model(self._server.model_dir, name)
+        """A file of --model-dir, with links resolved. Raises Forbidden for anything outside it."""
+        if not (folder := self._server.model_dir):
+            raise Forbidden("model: no other file may be loaded; start the server with --model-dir FOLDER")
+        with contextlib.suppress(OSError, ConfigError, RuntimeError):
+            return path_below(Path(folder).expanduser(), name, follow_links=True)
+        raise Forbidden("model: this is not a file in --model-dir")
 
     def is_current(self, prepared: PreparedModel) -> bool:
         """Return True if the files are still those that were prepared."""
@@ -326,12 +321,3 @@ class EngineLoader:
             tenants=self.tenants,
             on_loading=report,
         )
-
-
-def find_model(folder: str, name: str) -> Path:
-    """A file of the folder, with links resolved. Raises Forbidden for anything outside it."""
-    if not folder:
-        raise Forbidden("model: no other file may be loaded; start the server with --model-dir FOLDER")
-    with contextlib.suppress(OSError, ConfigError, RuntimeError):
-        return path_below(Path(folder).expanduser(), name, follow_links=True)
-    raise Forbidden("model: this is not a file in --model-dir")

@@ -28,8 +28,8 @@ from cllm.cluster.link import FromReplica, Link, ReplicaAddress
 from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.config import ClusterConfig
 from cllm.errors import CllmError
-from cllm.logs import configure_logging
 from cllm.messages import Command, Died, Heartbeat, Report
+from cllm.process import configure_logging, new_event_loop
 from cllm.workers.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -224,14 +224,6 @@ def read_commands(channel: Channel, post: Callable[[Command], None]) -> None:
     os._exit(0)
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 async def _serve(channel: Channel, config: ClusterConfig, directory: Directory) -> None:
     encoder = msgspec.msgpack.Encoder()
 
@@ -258,7 +250,7 @@ def main(arguments: list[str], open_directory: Callable[[str], Directory] = _ope
     config = msgspec.msgpack.decode(first, type=ClusterConfig)
     try:
         directory = open_directory(config.cluster)
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(channel, config, directory))
     except CllmError as error:
         channel.send(msgspec.msgpack.encode(Died(error.code, error.message)))

@@ -25,7 +25,6 @@ from cllm.backend.base import (
     StepStatus,
 )
 from cllm.core.kv_cache.disk_cache import DiskKVCache
-from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.tiers import HostKVCache
 from cllm.core.kv_cache.transfer import KVTransfer
@@ -33,19 +32,12 @@ from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotPool
+from cllm.core.slot_pool import KVLayout, SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import TILE
 from cllm.core.step_groups import AdapterTurns, StepGroup
 from cllm.core.token_masks import TokenMasks
-from cllm.types import (
-    Failure,
-    FinishReason,
-    Request,
-    RequestOutput,
-    TokenLogprob,
-    TokenMask,
-)
+from cllm.types import Failure, FinishReason, Request, RequestOutput, TokenLogprob, TokenMask
 
 
 class FollowingBatch:

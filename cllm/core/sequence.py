@@ -11,11 +11,10 @@ import numpy.typing as npt
 from cllm.backend.base import KVState, MediaRows, ModelRunner, Row
 from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
-from cllm.core.kv_cache.layout import CellSegment
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.kv_cache.tiers import Entry
 from cllm.core.preparation import RequestParts
-from cllm.core.slot_pool import SlotLease
+from cllm.core.slot_pool import CellSegment, SlotLease
 from cllm.core.stopping import Stopping
 from cllm.errors import EngineError, InvalidRequest
 from cllm.types import Request, Span, TokenLogprob, TokenMask, Usage, Vocabulary

@@ -1,13 +1,21 @@
-"""The slot pool: which request may use which slot, from its lease to its release."""
+"""The slot pool: which request may use which slot, from its lease to its release; and the cells of slots.
+
+Each slot has cells in a stream of its own (split KV), or all slots share one pool (unified KV). Split KV
+confines a sequence to its stream and computes runs of consecutive ids together. In unified KV a copy of a
+prefix shares its cells, and every row scans the cells of all slots.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cllm.backend.base import ModelRunner
 from cllm.errors import IntegrityError
+from cllm.types import Limits
 
 log = logging.getLogger(__name__)
 
@@ -86,3 +94,56 @@ class SlotPool:
         if keep or self.clear(seq_id):
             self.free.add(seq_id)
         log.debug("released seq %d of request %s: %d cells kept", seq_id, lease.request_id, keep)
+
+
+# Cells ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class CellSegment:
+    """KV cells from position `begin` on, computed by one sequence. Copies of its prefix share the first."""
+
+    begin: int
+    shared: bool = False
+
+
+class CellHolder(Protocol):
+    """What holds KV cells: a sequence, or a slot that keeps what one left."""
+
+    segments: list[CellSegment]
+
+    @property
+    def num_computed(self) -> int: ...
+
+
+class KVLayout:
+    """Counts cells in either layout."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.splits = not limits.unified  # gaps between ids, and rows of unequal length, cost extra ubatches
+
+    def count(self, holders: Iterable[CellHolder]) -> int:
+        """The cells that these hold, each counted once."""
+        if self.splits:
+            return sum(holder.num_computed for holder in holders)
+        lengths: dict[CellSegment, int] = {}
+        for holder in holders:
+            end = holder.num_computed
+            for segment in reversed(holder.segments):
+                lengths[segment] = max(lengths.get(segment, 0), end - segment.begin)
+                end = segment.begin
+        return sum(lengths.values())
+
+    def room(self, running: Collection[CellHolder]) -> int:
+        """Cells for a state that is restored whole beside these."""
+        cells = self._limits.sequence_cells
+        return cells if self.splits else min(cells, self._limits.cells - self.count(running))
+
+
+def share_cells(source: CellHolder, length: int) -> list[CellSegment]:
+    """The segments of a sequence whose first `length` cells were copied, in unified KV."""
+    shared = [segment for segment in source.segments if segment.begin < length]
+    for segment in shared:
+        segment.shared = True
+    return [*shared, CellSegment(length)]

@@ -16,11 +16,6 @@ from cllm.errors import AdapterBusy, AdapterRefused, InvalidRequest, ModelNotFou
 from cllm.messages import Command, LoadAdapter, UnloadAdapter
 from cllm.types import Prompt, Request
 
-
-def _load(adapter: Adapter, call_id: int) -> LoadAdapter:
-    return LoadAdapter(call_id, adapter)
-
-
 log = logging.getLogger(__name__)
 Call = Callable[[Callable[[int], Command]], "Future[Any]"]
 
@@ -81,7 +76,7 @@ class EngineAdapters:
             raise AdapterBusy(f"there is an adapter {name}: unload it first, or choose another name")
         self._by_name[name] = replace(adapter, digest="")
         try:
-            loaded: Adapter = await asyncio.wrap_future(self._call(partial(_load, adapter)))
+            loaded: Adapter = await asyncio.wrap_future(self._call(partial(LoadAdapter, adapter=adapter)))
         except BaseException:
             del self._by_name[name]
             raise
@@ -113,7 +108,8 @@ class EngineAdapters:
     def restore(self) -> None:
         """Load all of them into a new engine, before any request; one whose file has changed is gone."""
         for adapter in self.loaded:
-            self._call(partial(_load, adapter)).add_done_callback(partial(self._lose, adapter.name))
+            loading = self._call(partial(LoadAdapter, adapter=adapter))
+            loading.add_done_callback(partial(self._lose, adapter.name))
 
     def _lose(self, name: str, done: Future[Any]) -> None:
         if not done.cancelled() and isinstance(error := done.exception(), AdapterRefused):

@@ -21,6 +21,7 @@ import secrets
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "cllm-"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_open_private = partial(os.open, mode=0o600)
 HASH = "^sha256:[0-9a-f]{64}$(?#sha256: and 64 hexadecimal digits, as `cllm keys new` writes them)"
 
 
@@ -115,10 +117,6 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
             os.fchmod(file.fileno(), 0o600)
             file.write(table)
     return key
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def remove_key(path: Path, name: str) -> None:

@@ -120,10 +120,9 @@ def main(arguments: list[str]) -> int:
 
 def _serve(config: EngineConfig, server: ServerConfig, engine_module: str) -> None:
     """The engine may be another worker's."""
-    from cllm.cli.serve import _new_event_loop
     from cllm.frontend.engine_client import EngineClient
     from cllm.frontend.engine_registry import EngineRegistry
-    from cllm.logs import configure_logging
+    from cllm.process import configure_logging, new_event_loop
     from cllm.server.serve import bind, serve
     from cllm.workers.executor import ProcessExecutor
 
@@ -131,6 +130,6 @@ def _serve(config: EngineConfig, server: ServerConfig, engine_module: str) -> No
     options = {"log_level": server.log_level, "module": "cllm.testing", "engine_module": engine_module}
     engine = EngineClient(ProcessExecutor(config, **options), queue_size=server.queue_size)
     announce = partial(print, "cllm serves fake (a script) at", flush=True)
-    new_loop = asyncio.Runner(loop_factory=_new_event_loop)
+    new_loop = asyncio.Runner(loop_factory=new_event_loop)
     with contextlib.closing(bind(server)) as listeners, new_loop as runner:
         runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))

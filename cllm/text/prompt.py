@@ -20,13 +20,7 @@ from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat, Tool
 from cllm.text.chat_template import BUILTIN_TEMPLATES, ChatTemplate, TemplateRefused, tojson
 from cllm.text.format_analysis import derive_format
-from cllm.text.message_rewrites import (
-    Message,
-    TemplateRewrites,
-    describe_tools,
-    prepare,
-    write_calls_as_text,
-)
+from cllm.text.message_rewrites import Message, TemplateRewrites, describe_tools, prepare, write_calls_as_text
 from cllm.types import (
     ConstraintKind,
     ConstraintSpec,

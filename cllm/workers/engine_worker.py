@@ -23,8 +23,8 @@ from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
-from cllm.logs import configure_logging
 from cllm.messages import Command, Died, Heartbeat, LoadProgress, Report, Stop
+from cllm.process import configure_logging
 from cllm.workers.channel import Channel, WorkerProcess
 from cllm.workers.tokenizer import serve_tokenizer
 

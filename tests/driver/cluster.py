@@ -24,7 +24,7 @@ from cllm.cluster.cluster_worker import main as run_worker
 from cllm.cluster.link import ReplicaAddress
 from cllm.cluster.replica import ReplicaServer, ReplicaSettings
 from cllm.config import ClusterConfig, EngineConfig
-from cllm.logs import configure_logging
+from cllm.process import configure_logging
 from cllm.workers.executor import ProcessExecutor
 from cllm.workers.supervisor import WORKER_MODULE
 from tests.driver.server import wait_for

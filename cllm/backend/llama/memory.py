@@ -35,7 +35,7 @@ from cllm.config import (
     settle_itl,
 )
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
-from cllm.memory import read_available_memory
+from cllm.process import read_available_memory
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from cllm.core.kv_cache.prefix_index import Match
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.memory import read_available_memory
+from cllm.process import read_available_memory
 
 
 class DiskLoader:

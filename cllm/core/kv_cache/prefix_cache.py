@@ -14,12 +14,11 @@ from typing import NamedTuple
 from cllm.core.kv_cache import prefix_index
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
-from cllm.core.kv_cache.layout import KVLayout, share_cells
 from cllm.core.kv_cache.slot_choice import SlotChoice
 from cllm.core.kv_cache.tiers import DeviceKVCache, Entry, SlotContent, count_bytes
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotPool
+from cllm.core.slot_pool import KVLayout, SlotPool, share_cells
 from cllm.core.step_cost import TILE
 from cllm.errors import InvalidRequest, StorageFailed
 

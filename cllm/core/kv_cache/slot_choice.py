@@ -10,10 +10,10 @@ from collections.abc import Sequence as Steps
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from cllm.core.kv_cache.layout import KVLayout
 from cllm.core.kv_cache.tiers import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence
+from cllm.core.slot_pool import KVLayout
 from cllm.core.step_cost import TILE, TINY, RunningMedian
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from cllm.backend.base import KVState
-from cllm.core.kv_cache.layout import CellSegment
 from cllm.core.kv_cache.prefix_index import (
     MAX_MATCHES,
     TOKEN_BYTES,
@@ -18,7 +17,7 @@ from cllm.core.kv_cache.prefix_index import (
     PrefixTier,
     Returns,
 )
-from cllm.core.slot_pool import SlotPool
+from cllm.core.slot_pool import CellSegment, SlotPool
 from cllm.types import Span
 
 MIB = 1 << 20

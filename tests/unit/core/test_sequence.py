@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from cllm.core.kv_cache.layout import CellSegment, KVLayout, share_cells
 from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.sequence import Sequence
-from cllm.core.slot_pool import SlotPool
+from cllm.core.slot_pool import CellSegment, KVLayout, SlotPool, share_cells
 from cllm.errors import EngineError
 from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from cllm.errors import HubError, ModelFileError
-from cllm.logs import VisibleFormatter
 from cllm.models import hub as module
 from cllm.models import store
 from cllm.models.files import HubReference
 from cllm.models.hub import make_hub
 from cllm.models.pull import Pull, PullOptions, find_model
+from cllm.process import VisibleFormatter
 from tests.driver.hub import COMMIT, FakeHub
 from tests.unit.models.conftest import REPO
 
