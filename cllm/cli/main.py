@@ -29,6 +29,8 @@ COMMANDS = {  # name: module and function
     "list": ("cllm.cli.models", "list_command"),
     "show": ("cllm.cli.models", "show_command"),
     "rm": ("cllm.cli.models", "rm_command"),
+    "recommend": ("cllm.cli.pull", "recommend_command"),
+    "quantize": ("cllm.cli.models", "quantize_command"),
     "search": ("cllm.cli.pull", "search_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),

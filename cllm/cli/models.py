@@ -1,9 +1,10 @@
-"""`cllm list`, `cllm show` and `cllm rm`: the models of this machine."""
+"""`cllm list`, `cllm show`, `cllm rm` and `cllm quantize`: the models of this machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,12 +14,14 @@ import typer
 from typer import Argument, Option
 
 from cllm.cli.terminal import AsJson, echo, print_columns
-from cllm.errors import LibraryError, ModelFileError
+from cllm.errors import ConfigError, LibraryError, ModelFileError
 from cllm.models import store
-from cllm.models.files import HubReference, format_size, parse_hub
-from cllm.models.resolve import find_by_name, find_in_folder, find_mmproj, is_path
+from cllm.models.files import FILE_TYPES, HubReference, ModelFiles, format_size, parse_hub, parse_quant
+from cllm.models.resolve import find_by_name, find_in_folder, find_mmproj, is_path, resolve
 from cllm.models.store import HeaderInfo, StoredModel
 
+QUANTIZE_S = 24 * 3600.0  # a model of hundreds of gigabytes, on a slow disk
+_PLAIN = {"F32", "F16", "BF16"}
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
     list[Path] | None,
@@ -123,7 +126,6 @@ def _show_remote(reference: HubReference) -> dict[str, Any]:
 
 def _describe(path: Path) -> dict[str, Any]:
     from cllm.backend.llama.gguf import GgufHeader
-    from cllm.models.files import parse_quant
     from cllm.models.fit import ModelFit
 
     header = GgufHeader(path)
@@ -172,3 +174,55 @@ def rm_command(
     except OSError as error:
         raise ModelFileError(str(error)) from None
     typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)
+
+
+def quantize_command(
+    model: Annotated[str, Argument(metavar="MODEL", help="A file, a name of the list, hf:… or ms:…")],
+    kind: Annotated[str, Argument(metavar="TYPE", help=" ".join(FILE_TYPES))],
+    out: Annotated[
+        Path | None, Argument(metavar="[OUT]", help="The new file. None: MODEL-TYPE.gguf in this folder")
+    ] = None,
+    requantize: Annotated[
+        bool, Option("--allow-requantize", help="Take a model that is quantised already; that costs quality.")
+    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the size and write nothing.")] = False,
+) -> None:
+    """Write a model as another type of weights. Those that need an importance matrix are left out.
+
+    The size is printed first. The file appears when it is complete, and no file is overwritten.
+    """
+    from cllm.backend.llama.conversion import predict_size, write_copy
+    from cllm.backend.llama.gguf import GgufHeader
+    from cllm.backend.llama.kernels import count_weights
+
+    kind = kind.upper()
+    if kind not in FILE_TYPES:
+        raise ConfigError(f"there is no type {kind[:20]!r}; choose one of: {', '.join(FILE_TYPES)}")
+    header = GgufHeader(resolve(model, offline=True))
+    types = sorted(count_weights(header).keys() - _PLAIN)
+    if types and not requantize:
+        raise ModelFileError(
+            f"{header.path.name} is quantised already ({', '.join(types)}): quantise the original, or say "
+            "--allow-requantize, which costs quality"
+        )
+    stem = ModelFiles((header.path.name,), 0, 1).stem
+    own = parse_quant(stem)
+    target = out or Path(f"{stem.replace(own, kind) if own and own in stem else f'{stem}-{kind}'}.gguf")
+    if target.exists() or not target.parent.is_dir():
+        where = (
+            "is there already: choose another OUT" if target.exists() else "is in a folder that is not there"
+        )
+        raise ConfigError(f"{target} {where}")
+    try:
+        size = predict_size(header, FILE_TYPES[kind])
+        echo(f"{header.path.name}: {format_size(header.file_bytes)}; as {kind} {format_size(size)}", err=True)
+        if dry_run:
+            return
+        if size > (free := shutil.disk_usage(target.parent).free):
+            raise ModelFileError(f"not enough space for {target}: {format_size(free)} are free")
+        write_copy(header, target, FILE_TYPES[kind], QUANTIZE_S)
+    except LibraryError as error:
+        raise ModelFileError(f"{header.path.name} cannot be written as {kind}: {error}") from None
+    except OSError as error:
+        raise ModelFileError(f"{target} cannot be written: {error.strerror}") from None
+    echo(f"wrote {target}, {format_size(target.stat().st_size)}; `cllm serve {target}` serves it", err=True)

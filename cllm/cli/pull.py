@@ -1,4 +1,4 @@
-"""`cllm pull` and `cllm search`: models from the hubs."""
+"""`cllm pull`, `cllm search` and `cllm recommend`: models from the hubs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import available_memory
+from cllm.backend.llama.placement import DEVICE_RESERVE, list_devices
 from cllm.cli.terminal import AsJson, print_columns
 from cllm.errors import ConfigError, HubError, LibraryError, ModelFileError, NotEnoughMemory
 from cllm.models.files import HubReference, ModelFiles, format_size, group_files, parse_hub
-from cllm.models.fit import ModelFit
+from cllm.models.fit import TABLE, ModelFit, ModelTable, recommend
 from cllm.models.hub import SearchHit, make_hub
 from cllm.models.pull import HubModel, Pull, PullOptions, find_model, free_bytes, is_offline
 from cllm.models.store import find_stored
@@ -197,3 +200,41 @@ def _as_dict(hub: str, hit: SearchHit, models: list[ModelFiles]) -> dict[str, ob
     quants = [{"quant": model.quant, "size": model.size, "files": list(model.names)} for model in models]
     counts = {"downloads": hit.downloads, "likes": hit.likes}
     return {"reference": f"{hub}:{hit.repo}", **counts, "quants": quants}
+
+
+def recommend_command(
+    memory: Annotated[
+        float, Option(min=0, metavar="GB", help="Memory to fill. 0: what is free here, on GPUs if any.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Recommend three models that fit the memory here, from a table of this version. Asks no hub."""
+    room, where = int(memory * 1e9), "asked for"
+    if not room:
+        gpus = [device for device in list_devices() if not device.integrated]
+        where = "free on the GPUs here" if gpus else "free here"
+        room = sum(max(0, device.free - DEVICE_RESERVE) for device in gpus) or available_memory() or 0
+    if not room:
+        raise ConfigError("the free memory of this machine is unknown: give it as --memory GB")
+    table = msgspec.json.decode(TABLE.read_bytes(), type=ModelTable)
+    found = recommend(table, room)
+    if not found and not as_json:
+        raise NotEnoughMemory(
+            f"no model of the table fits {format_size(room)}; `cllm serve` has one of 0.1 GB"
+        )
+    if as_json:
+        rows = [
+            {"for": name, "reference": each.reference, "size": each.size}
+            | {"requests": each.requests, "tokens": each.tokens, "weights": each.model.weights}
+            for name, each in found.items()
+        ]
+        typer.echo(json.dumps({"memory": room, "date": table.date, "models": rows}, indent=2))
+        return
+    typer.echo(f"{format_size(room)} {where}. Of the table of {table.date}; `cllm search` finds others.")
+    for name, each in found.items():
+        plural = "" if each.requests == 1 else "s"
+        context = f"{each.requests} request{plural} at a time, up to {each.tokens} tokens each"
+        typer.echo(
+            f"\n{name}: {format_size(each.size)}, {each.model.weights / 1e9:.1f} billion weights; {context}"
+        )
+        typer.echo(f"  cllm pull {each.reference}")

@@ -37,7 +37,8 @@ def same(found: Any, shown: Any) -> bool:
 NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
 CHANGING = ("/admin/", "/api/pull", "/api/delete", "/api/copy")
 # A form, and nothing:
-NO_JSON = ("/v1/files", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel")
+SOUND = "/v1/audio/transcriptions"  # the tiny model does not hear: see test_pictures
+NO_JSON = ("/v1/files", SOUND, "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel")
 LINE = {
     "custom_id": "1",
     "method": "POST",
@@ -63,7 +64,7 @@ def prepare(server: Server, path: str) -> tuple[str, str]:
     return path.format_map(names) + "?purpose=batch" * (path == "/v1/files"), file
 
 
-@pytest.mark.parametrize("route", SHOWN)
+@pytest.mark.parametrize("route", [route for route in SHOWN if not route.endswith(SOUND)])
 def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
     method, path = route.split()
     described = describe(tiny)

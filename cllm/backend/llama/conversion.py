@@ -1,6 +1,6 @@
-"""Conversion: the embedded model as Q8_0, once, where this CPU has no fast kernel for the type it came in.
+"""Conversion: a model as another file type; the embedded one, once, where this CPU is slow with its own.
 
-The copy lies in the cache under the name of the file, so the model's name and time stay as shipped.
+That copy lies in the cache under the name of the file, so the model's name and time stay as shipped.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 TARGET = "Q8_0"
 LIMIT_S = 300.0
 MIN_PREFILL, MIN_DECODE = 1.1, 0.9  # times the speed of the file as it is
-_Q8_0_FILE = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
+_TARGET_FILE = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
+_SIZE = re.compile(rb"quant size *= *([\d.]+) MiB")
 
 
 def find_gain(header: GgufHeader, threads: int) -> tuple[float, float]:
@@ -65,7 +67,7 @@ def convert(header: GgufHeader) -> Path:
     """Return the converted copy of a model; it is made if it is not there. Raises SetupError, OSError."""
     source = header.path
     folder = cache_directory() / "converted" / f"{sample_digest(source)}-{BINDINGS_VERSION}"
-    copy, new = folder / source.name, folder / f".new-{os.getpid()}"
+    copy = folder / source.name
     if _is_whole(copy, header):
         return copy
     with locked(folder.with_name(f"{folder.name}.lock"), lambda: log.info("another process converts it")):
@@ -73,36 +75,60 @@ def convert(header: GgufHeader) -> Path:
             return copy
         log.info("converting %s to %s, once (some seconds)", source.name, TARGET)
         folder.mkdir(exist_ok=True)
-        try:
-            run_apart(__name__, msgspec.json.encode((str(source), str(new))), LIMIT_S)
-            if not _is_whole(new, header):
-                raise ModelFileError("the copy has other tensors")
-            shutil.copystat(source, new)  # its time is that of the model in lists
-            new.replace(copy)
-        finally:
-            new.unlink(missing_ok=True)
+        write_copy(header, copy, _TARGET_FILE)
+        shutil.copystat(source, copy)  # its time is that of the model in lists
     return copy
 
 
-def _is_whole(path: Path, source: GgufHeader) -> bool:
-    """True if a file has the tensors of the source, and the large ones as the target type."""
+def write_copy(header: GgufHeader, target: Path, file_type: int, limit_s: float = LIMIT_S) -> None:
+    """Write a model as another file type: whole, checked and on disk, or not at all.
+
+    Raises SetupError, OSError.
+    """
+    new = target.with_name(f".new-{os.getpid()}")
+    try:
+        run_apart(__name__, msgspec.json.encode((str(header.path), str(new), file_type)), limit_s)
+        if not _is_whole(new, header, exact=file_type == _TARGET_FILE):
+            raise ModelFileError("the copy has other tensors")
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def predict_size(header: GgufHeader, file_type: int) -> int:
+    """Bytes of a model's file as another file type. Raises LibraryError."""
+    output = run_apart(__name__, msgspec.json.encode((str(header.path), "", file_type)), LIMIT_S)
+    if (found := _SIZE.search(output)) is None:
+        raise LibraryError("llama.cpp does not tell the size")
+    return header.file_bytes - header.data_bytes + int(float(found[1]) * 2**20)
+
+
+def _is_whole(path: Path, source: GgufHeader, *, exact: bool = True) -> bool:
+    """True if a file has the tensors of the source; if `exact`, the large ones as the target type."""
     with suppress(ModelFileError):
         found = GgufHeader(path)
         names = [{tensor.name for tensor in header.tensors} for header in (found, source)]
-        return names[0] == names[1] and TARGET in count_weights(found)
+        return names[0] == names[1] and (not exact or TARGET in count_weights(found))
     return False
 
 
 def main() -> int:
-    """Convert, and load what was written with all its tensors checked. In the process itself."""
-    source, target = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[str, str])
-    logging.getLogger("llama.cpp").setLevel(logging.ERROR)
+    """Convert, and load what was written with all its tensors checked. In the process itself.
+
+    Without a target the log, which tells the size, is the output, and nothing is written.
+    """
+    source, target, file_type = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[str, str, int])
+    native = logging.getLogger("llama.cpp")
+    native.setLevel(logging.ERROR if target else logging.DEBUG)
+    if not target:
+        native.addHandler(logging.StreamHandler(sys.stdout))
     api = load().api
     params = api.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = _Q8_0_FILE, True
+    params.ftype, params.allow_requantize, params.dry_run = file_type, True, not target
     if code := api.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
-        print(f"llama_model_quantize returned {code}", file=sys.stderr)
-        return 1
+        return int(code)  # the log says why
+    if not target:
+        return 0
     checked = api.llama_model_default_params()
     checked.check_tensors, checked.n_gpu_layers = True, 0
     if not api.llama_model_load_from_file(target.encode(), checked):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cllm.backend.llama import memory
+from cllm.backend.llama.conversion import predict_size
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.kernels import count_weights
 from cllm.cli import main
 from cllm.cli.pull import parse_rate
 from cllm.errors import ConfigError
 from cllm.models import fit, store
+from cllm.models.files import FILE_TYPES
 from cllm.models.store import hf_cache
 from tests.driver.hub import FakeHub
+from tests.tiny_models import make_dense
 from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, repos, running_hub, tiny
 
 __all__ = ["caches", "hub", "repos", "running_hub", "tiny"]  # fixtures
@@ -159,3 +166,48 @@ def test_rates(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
     with pytest.raises(ConfigError, match="--limit"):
         parse_rate(f"-{text}M" if text else "0")
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_quantize_writes_the_predicted_size(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = make_dense(tmp_path / "small-F32.gguf")
+    planned = run("quantize", str(source), "q8_0", "--dry-run").stderr
+    assert " KB; as Q8_0 " in planned and list_names(tmp_path) == [source.name]
+    said = run("quantize", str(source), "q8_0").stderr
+    target = Path("small-Q8_0.gguf")
+    assert said.startswith(planned) and "`cllm serve small-Q8_0.gguf`" in said
+    assert predict_size(GgufHeader(source), FILE_TYPES["Q8_0"]) == pytest.approx(
+        target.stat().st_size, rel=0.02
+    )
+    assert count_weights(GgufHeader(target)).keys() == {"Q8_0"}
+    again = run("quantize", str(source), "q8_0", code=2)
+    assert "small-Q8_0.gguf is there already: choose another OUT" in again.stderr
+    refused = run("quantize", str(target), "Q4_K_M", "other.gguf", code=2)
+    assert "is quantised already (Q8_0)" in refused.stderr and "--allow-requantize" in refused.stderr
+    run("quantize", str(target), "Q4_K_M", "other.gguf", "--allow-requantize")
+    assert list_names(tmp_path) == ["other.gguf", source.name, target.name]
+
+
+def test_quantize_leaves_nothing_when_it_fails(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_dense(tmp_path / "small.gguf")
+    out = str(tmp_path / "out.gguf")
+    assert "choose one of: F32, " in run("quantize", str(source), "Q9", out, code=2).stderr
+    assert "a folder that is not there" in run("quantize", str(source), "F16", "no/x.gguf", code=2).stderr
+    usage = SimpleNamespace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        assert "not enough space" in run("quantize", str(source), "F16", out, code=2).stderr
+    data = bytearray(source.read_bytes())
+    data[-64:] = b"\xff" * 64  # weights that are no numbers
+    source.write_bytes(data)
+    failed = run("quantize", str(source), "Q8_0", out, code=2).stderr
+    assert "small.gguf cannot be written as Q8_0: " in failed and "invalid data" in failed
+    assert list_names(tmp_path) == [source.name]
