@@ -34,7 +34,8 @@ def test_sizes_and_offsets_are_those_of_the_compiler(headers: Path, tmp_path: Pa
     except BuildError:
         pytest.skip("no C compiler is here")
     expected: list[str] = []
-    lines = ['#include <stddef.h>\n#include <stdio.h>\n#include "mtmd.h"\nint main(void) {']
+    included = ("<stddef.h>", "<stdio.h>", '"mtmd.h"', '"mtmd-helper.h"')
+    lines = [*(f"#include {name}" for name in included), "int main(void) {"]
     for name, structure in STRUCTURES.items():
         expected.append(f"{name} {ctypes.sizeof(structure)}")
         lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
