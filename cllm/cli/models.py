@@ -180,7 +180,7 @@ def quantize_command(
     model: Annotated[str, Argument(metavar="MODEL", help="A file, a name of the list, hf:… or ms:…")],
     kind: Annotated[str, Argument(metavar="TYPE", help=" ".join(FILE_TYPES))],
     out: Annotated[
-        Path | None, Argument(metavar="[OUT]", help="The new file. None: MODEL-TYPE.gguf in this folder")
+        Path | None, Argument(metavar="OUT", help="The new file. None: MODEL-TYPE.gguf in this folder")
     ] = None,
     requantize: Annotated[
         bool, Option("--allow-requantize", help="Take a model that is quantised already; that costs quality.")

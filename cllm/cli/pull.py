@@ -233,7 +233,7 @@ def recommend_command(
     typer.echo(f"{format_size(room)} {where}. Of the table of {table.date}; `cllm search` finds others.")
     for name, each in found.items():
         plural = "" if each.requests == 1 else "s"
-        context = f"{each.requests} request{plural} at a time, up to {each.tokens} tokens each"
+        context = f"{each.requests} request{plural} of up to {each.tokens} tokens"
         typer.echo(
             f"\n{name}: {format_size(each.size)}, {each.model.weights / 1e9:.1f} billion weights; {context}"
         )
