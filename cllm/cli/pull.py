@@ -209,15 +209,15 @@ def recommend_command(
     as_json: AsJson = False,
 ) -> None:
     """Recommend three models that fit the memory here, from a table of this version. Asks no hub."""
-    room, where = int(memory * 1e9), "asked for"
+    room, where, gpus = int(memory * 1e9), "asked for", []
     if not room:
         gpus = [device for device in list_devices() if not device.integrated]
-        where = "free on the GPUs here" if gpus else "free here"
+        where = "free on the GPUs here" if gpus else "free here, and no GPU"
         room = sum(max(0, device.free - DEVICE_RESERVE) for device in gpus) or available_memory() or 0
     if not room:
         raise ConfigError("the free memory of this machine is unknown: give it as --memory GB")
     table = msgspec.json.decode(TABLE.read_bytes(), type=ModelTable)
-    found = recommend(table, room)
+    found = recommend(table, room, gpu=bool(gpus or memory))
     if not found and not as_json:
         raise NotEnoughMemory(
             f"no model of the table fits {format_size(room)}; `cllm serve` has one of 0.1 GB"

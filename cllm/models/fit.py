@@ -19,6 +19,7 @@ from cllm.models.files import ModelFiles, format_size
 SLOTS = (1, 2, 4, 8)
 SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
 TABLE = Path(__file__).with_name("table.json")  # written by scripts/model_table.py
+MAX_CPU_ACTIVE = 5e9  # weights that are read from RAM for each token: some tokens/s on a usual CPU
 FASTER = 0.3  # of the weights of another model are computed for a token, at most
 
 
@@ -127,9 +128,10 @@ def choose(model: TableModel, room: int) -> Choice | None:
     return None
 
 
-def recommend(table: ModelTable, room: int) -> dict[str, Choice]:
+def recommend(table: ModelTable, room: int, *, gpu: bool = True) -> dict[str, Choice]:
     """Recommend up to three models for so much memory, by what each is best for."""
-    found = [choice for model in table.models if (choice := choose(model, room)) is not None]
+    models = (model for model in table.models if gpu or model.active <= MAX_CPU_ACTIVE)
+    found = [choice for model in models if (choice := choose(model, room)) is not None]
     found.sort(key=lambda choice: -choice.model.weights)
     best: dict[str, Choice] = {}
     tests: dict[str, Callable[[Choice], bool]] = {
