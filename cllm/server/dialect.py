@@ -6,9 +6,10 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
+from msgspec.inspect import is_struct_type
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -71,7 +72,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     names: frozenset[str]  # of the handler's parameters
     body: type[Body] | None
-    answer: Any = None  # an example; a struct's class stands for its `EXAMPLE`. None: it only streams
+    answer: Any  # an example, or the struct that one is made of. None: it only streams
     events: bytes = b""  # an example of a stream
     lines: bytes = b""  # the same, where a stream is lines of JSON
     computes: bool = False  # the request goes through the queue
@@ -123,13 +124,18 @@ class Dialect:
     def route(
         self, method: str, path: str, answer: Any = None, **about: Any
     ) -> Callable[[HandlerKind], HandlerKind]:
-        """Register a handler. Its parameters are `body`, whose type is read, `http`, and the path's."""
+        """Register a handler. Its parameters are `body`, whose type is read, `http`, and the path's.
+
+        Without an example, the answer's is made from the struct that the handler returns.
+        """
 
         def register(handler: HandlerKind) -> HandlerKind:
             names = frozenset(inspect.signature(handler).parameters)
-            body = get_type_hints(handler).get("body")
-            given = {"dialect": self, "method": method, "path": path, "handler": handler, "answer": answer}
-            self.routes.append(Route(**given, names=names, body=body, **about))
+            hints = get_type_hints(handler)
+            kinds = get_args(hints.get("return")) or (hints.get("return"),)
+            shown = answer or next((kind for kind in kinds if is_struct_type(kind)), None)
+            given: Any = {"dialect": self, "method": method, "path": path, "handler": handler}
+            self.routes.append(Route(**given, answer=shown, names=names, body=hints.get("body"), **about))
             return handler
 
         return register

@@ -12,6 +12,7 @@ import msgspec
 from cllm import __version__
 from cllm.errors import InvalidRequest
 from cllm.server.dialect import EVENTS, JSON, NDJSON, PLAIN, Dialect, HttpError, Route
+from cllm.server.examples import make_example
 from cllm.server.middleware import ADMIN, OPEN
 
 REFERENCE = "#/components/schemas/{name}"
@@ -106,7 +107,7 @@ def _get_kind(route: Route) -> Any:
 
 
 def _get_example(route: Route) -> Any:
-    return getattr(route.answer, "EXAMPLE", route.answer)
+    return make_example(route.answer) if isinstance(route.answer, type) else route.answer
 
 
 def _resolve(schemas: dict[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,6 @@ def get_timings(stream: AsyncOutputStream, prompt_tokens: int, usage: Usage | No
     )
 
 
-EXAMPLE_TIMINGS = Timings(0, 4, 21.5, 5.375, 186.046511627907, 3, 18.2, 9.1, 109.89010989010988)
-
-
 class PromptProgress(msgspec.Struct, frozen=True):
     """The part of a prompt that is computed."""
 

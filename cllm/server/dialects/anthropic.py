@@ -22,6 +22,7 @@ from cllm.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
 from cllm.server.body import Body, ModelName, StopText, TokenLimit, about, run_in_turn
 from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
+from cllm.server.examples import make_example
 from cllm.server.generation import GenerationBody
 from cllm.server.sse import BlockRenderer, StreamEvent, encode_events, make_event
 from cllm.server.submit import make_request, use_engine
@@ -367,15 +368,6 @@ class MessageResponse(MessageEnding, kw_only=True):
     usage: MessageUsage
 
 
-EXAMPLE = MessageResponse(
-    id="msg_8f0c2d7e",
-    model="SmolLM2-135M-Instruct",
-    content=[TextContent("AI is …")],
-    stop_reason="end_turn",
-    usage=MessageUsage(4, 3),
-)
-
-
 class TokenCount(msgspec.Struct):
     """The response of `/v1/messages/count_tokens`."""
 
@@ -394,7 +386,7 @@ class ContentDelta(msgspec.Struct):
 
 EXAMPLE_EVENTS = encode_events(
     [
-        make_event("message_start", message=EXAMPLE),
+        make_event("message_start", message=make_example(MessageResponse)),
         make_event("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
         make_event("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
         make_event("message_stop"),
@@ -492,7 +484,7 @@ def _render(change: BlockEvent) -> Iterator[StreamEvent]:
         yield make_event("content_block_stop", index=block.index)
 
 
-@anthropic.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+@anthropic.post(ROUTE, MessageResponse, events=EXAMPLE_EVENTS, computes=True)
 async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
@@ -505,7 +497,7 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     return await renderer.respond(http, session, stream=body.stream)
 
 
-@anthropic.post(f"{ROUTE}/count_tokens", TokenCount(14))
+@anthropic.post(f"{ROUTE}/count_tokens")
 async def count(body: CountBody, http: HttpRequest) -> TokenCount:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = await use_engine(http, body.model)

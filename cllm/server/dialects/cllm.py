@@ -24,7 +24,7 @@ from cllm.server.generation import GenerationBody
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
 from cllm.text.prompt import RawText
-from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Request, Usage
+from cllm.types import FinishReason, Limits, ModelInfo, Request, Usage
 
 
 class CllmDialect(Dialect):
@@ -99,20 +99,6 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     data: Generated
 
 
-EXAMPLE = GenerateResponse(
-    data=Generated(
-        id="8f0c2d7e4b6a4f5e9c1d2a3b4c5d6e7f",
-        text=" there was a",
-        response_time=0.051,
-        tokens_per_second=58.8,
-        generated_tokens=3,
-        max_tokens=32,
-        finish_reason=FinishReason.STOP,
-        usage=Usage(prompt_tokens=4, completion_tokens=3, decoded_tokens=6, steps=3, ubatches=3, cells=6),
-    )
-)
-
-
 class GenerateEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A token of a stream."""
 
@@ -146,29 +132,6 @@ class ModelInfoResponse(ModelInfo, frozen=True, kw_only=True):
     limits: Limits
 
 
-MODEL_EXAMPLE = ModelInfoResponse(
-    name="SmolLM2-135M-Instruct",
-    architecture="llama",
-    description="llama 135M Q4_1",
-    parameters=134515584,
-    size_bytes=96862464,
-    vocabulary_size=49152,
-    context_train=8192,
-    embedding_length=576,
-    layers=30,
-    chat_template="{% for message in messages %}…{% endfor %}",
-    vector_length=576,
-    limits=Limits(
-        sequences=8,
-        cells=32768,
-        sequence_cells=4096,
-        request_tokens=4096,
-        batch_tokens=512,
-        embed=EmbedLimits(tokens=4096, batch_tokens=512, rows=32, chunked=True),
-    ),
-)
-
-
 _USAGE = Usage(prompt_tokens=4, completion_tokens=3)
 _EVENTS = encode(GenerateEvent(id="8f0c", token=" there")) + encode(
     GenerateEndEvent(id="8f0c", generated_tokens=3, finish_reason=FinishReason.LENGTH, usage=_USAGE)
@@ -200,7 +163,7 @@ async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequ
     return msgspec.structs.replace(request, prompt=prompt)
 
 
-@cllm.post("/generate", EXAMPLE, events=_EVENTS, computes=True)
+@cllm.post("/generate", events=_EVENTS, computes=True)
 async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | Response:
     """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
     if body.stream:
@@ -227,7 +190,7 @@ async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | 
     return GenerateResponse(data=data)
 
 
-@cllm.post("/generate_stream", None, events=_EVENTS, computes=True)
+@cllm.post("/generate_stream", events=_EVENTS, computes=True)
 async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt as server-sent events."""
     engine = await use_engine(http, body.model, stream=True, timeout_s=body.timeout)
@@ -253,7 +216,7 @@ async def decode_tokens(body: DecodeBody, http: HttpRequest) -> DecodeResponse:
     return DecodeResponse((await run_tokenizer(engine, task, Text)).text)
 
 
-@cllm.get("/model/info", MODEL_EXAMPLE)
+@cllm.get("/model/info")
 async def model_info(http: HttpRequest) -> ModelInfoResponse:
     """Describe the model that is served, and its limits."""
     info, limits = loaded(await use_engine(http))

@@ -15,8 +15,9 @@ from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.body import Body, ModelName, TokenId, about
 from cllm.server.dialects.openai.bodies import NO_MEDIA, STOP, ChatBody, Stops
 from cllm.server.dialects.openai.completions import decode_piece
+from cllm.server.examples import make_example
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
-from cllm.server.timings import EXAMPLE_TIMINGS, PromptProgress, Timings
+from cllm.server.timings import PromptProgress, Timings
 from cllm.text.prompt import Gap, Snippet
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
@@ -343,21 +344,8 @@ def select_fields(response: Any, paths: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-COMPLETION_EXAMPLE = LlamaCompletion(
-    content="2\n\n",
-    model="SmolLM2-135M-Instruct",
-    tokens_predicted=3,
-    tokens_evaluated=4,
-    tokens_cached=6,
-    cached_from="",
-    generation_settings=make_settings(Request(id="", max_tokens=3)),
-    prompt="1+1=",
-    has_new_line=True,
-    truncated=False,
-    stop_type="limit",
-    stopping_word="",
-    timings=EXAMPLE_TIMINGS,
-)
+_SETTINGS = make_settings(Request(id="", max_tokens=3))
+COMPLETION_EXAMPLE = msgspec.structs.replace(make_example(LlamaCompletion), generation_settings=_SETTINGS)
 
 
 class LlamaPiece(msgspec.Struct, frozen=True):
@@ -470,18 +458,10 @@ def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "seed": seed, "n_predict": body.n_predict, "max_tokens": body.n_predict}
 
 
-PROPS_EXAMPLE = LlamaProps(
+PROPS_EXAMPLE = msgspec.structs.replace(
+    make_example(LlamaProps),
     default_generation_settings=LlamaSettings(make_params({}), 4096),
-    total_slots=8,
-    model_alias="SmolLM2-135M-Instruct",
-    model_ftype="Q4_1",
-    model_path="SmolLM2-135M-Instruct.Q4_1.gguf",
-    chat_template="{% for message in messages %}…{% endfor %}",
     chat_template_caps=make_caps("tools"),
-    bos_token="<s>",
-    eos_token="</s>",
-    build_info="cllm 0.1.0",
-    inter_token=InterToken(250, 1000),
 )
 
 

@@ -190,7 +190,7 @@ async def version() -> shapes.VersionResponse:
     return shapes.VersionResponse(shapes.VERSION)
 
 
-@ollama.get("/api/tags", shapes.ModelsAnswer([shapes.LISTED_EXAMPLE]))
+@ollama.get("/api/tags")
 async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     """List the models."""
     served = get_registry(http).served
@@ -198,7 +198,7 @@ async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     return shapes.ModelsAnswer([shapes.ListedModel(**each) for each in entries])
 
 
-@ollama.get("/api/ps", shapes.RunningAnswer([shapes.RUNNING_EXAMPLE]))
+@ollama.get("/api/ps")
 async def ps(http: HttpRequest) -> shapes.RunningAnswer:
     """List the models that are loaded."""
     running = [
@@ -244,7 +244,7 @@ async def _embed(
     return found[0], found[1].prompt_tokens
 
 
-@ollama.post("/api/embed", shapes.EMBED_EXAMPLE, computes=True)
+@ollama.post("/api/embed", computes=True)
 async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes.EmbedAnswer:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
@@ -263,7 +263,7 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes
     )
 
 
-@ollama.post("/api/embeddings", shapes.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True)
+@ollama.post("/api/embeddings", computes=True)
 async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> shapes.OldEmbedAnswer:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)

@@ -19,22 +19,20 @@ from cllm.frontend.served_model import ModelStatus
 from cllm.limits import MAX_INPUTS, MAX_MESSAGES, MAX_TOOLS
 from cllm.server.body import Body, about
 from cllm.server.dialect import encode_line
-from cllm.server.dialects.cllm import MODEL_EXAMPLE
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.embeddings import InputText
 from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
+from cllm.server.examples import CREATED, MODEL, make_example
 from cllm.server.generation import GenerationBody
 from cllm.text.call_parser import parse_object
 from cllm.text.prompt import Gap, RawText
 from cllm.types import Limits, ModelInfo
 
 VERSION = "0.20.0"  # of Ollama: VS Code asks for 0.6.4 or newer, others for the version of a route they use
-CREATED = "2026-01-01T00:00:00Z"
 NEVER = timedelta(days=365_00)  # until a model expires that stays loaded
 FOREVER = -1.0
 MAX_DURATION = 64  # characters
-MODEL = "SmolLM2-135M-Instruct"
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
@@ -411,7 +409,7 @@ class GenerateAnswer(AnswerPart, kw_only=True):
     thinking: str | UnsetType = UNSET
 
 
-_HEAD: dict[str, Any] = {"model": MODEL, "created_at": CREATED}
+_HEAD: dict[str, Any] = {"model": MODEL, "created_at": "2026-01-01T00:00:00Z"}
 _END: dict[str, Any] = {
     "done": True,
     "done_reason": "stop",
@@ -440,11 +438,6 @@ class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     total_duration: int
     load_duration: int = 0
     prompt_eval_count: int
-
-
-EMBED_EXAMPLE = EmbedAnswer(
-    model=MODEL, embeddings=[[0.118, -0.042, 0.307]], total_duration=14_000_000, prompt_eval_count=5
-)
 
 
 class OldEmbedAnswer(msgspec.Struct, frozen=True):
@@ -561,9 +554,4 @@ def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnsw
     )
 
 
-_INFO = {name: getattr(MODEL_EXAMPLE, name) for name in ModelInfo.__struct_fields__}
-SHOW_EXAMPLE = make_shown(ModelInfo(**_INFO), MODEL_EXAMPLE.limits, 1767225600)
-LISTED_EXAMPLE = ListedModel(**make_entry(ModelInfo(**_INFO), 1767225600))
-RUNNING_EXAMPLE = RunningModel(
-    **make_entry(ModelInfo(**_INFO), 1767225600), expires_at=CREATED, context_length=4096
-)
+SHOW_EXAMPLE = make_shown(make_example(ModelInfo), make_example(Limits), CREATED)

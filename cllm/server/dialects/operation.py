@@ -18,7 +18,7 @@ from cllm.adapters import Adapter, AdapterName, AdapterScale
 from cllm.errors import EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.served_model import ModelState, ModelStatus, ServedModel
+from cllm.frontend.served_model import ModelStatus, ServedModel
 from cllm.server.body import Body, ModelName, about
 from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
@@ -100,26 +100,6 @@ class ModelsResponse(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: dict[str, int]
 
 
-MODEL_STATUS_EXAMPLE = ModelStatus(
-    name="SmolLM2-135M-Instruct",
-    state=ModelState.READY,
-    default=True,
-    memory_bytes={"host": 1879048192},
-    last_used=1767225600.0,
-    loaded_at=1767225590.0,
-    context=4096,
-    slots=8,
-    size_bytes=96862464,
-    parameters=134515584,
-    architecture="llama",
-    quantization="Q4_1",
-    file="SmolLM2-135M-Instruct-Q4_1.gguf",
-)
-MODELS_EXAMPLE = ModelsResponse(
-    models=(MODEL_STATUS_EXAMPLE,), memory_bytes={"host": 1879048192}, memory_limit_bytes={"host": 8589934592}
-)
-
-
 class ReloadResponse(msgspec.Struct, frozen=True):
     """The model that serves now."""
 
@@ -182,27 +162,6 @@ class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
     counters: LeaseCounters
 
 
-_LEASE = SlotInfo(
-    seq_id=0,
-    request_id="8f0c2d7e",
-    tokens=58,
-    position=57,
-    state="running",
-    age_s=0.31,
-    prompt_tokens=42,
-    cached_tokens=32,
-)
-KV_EXAMPLE = KVResponse(
-    snapshot=17,
-    sequences=SlotCounts(8, 1, 7, 2),
-    cells=CellCounts(32768, 57, 913),
-    leases=(_LEASE,),
-    cached=[CachedSlot(1, 600), CachedSlot(2, 313)],
-    preempted=(),
-    counters=LeaseCounters(12, 11, 913, 0),
-)
-
-
 class CancelledResponse(msgspec.Struct, frozen=True):
     """The request that was ended."""
 
@@ -231,11 +190,6 @@ _METRICS = (
     "# TYPE cllm_requests_running gauge\n"
     "cllm_requests_running 3.0\n"
 )
-_REQUEST = RequestInfo(
-    id="8f0c2d7e", place="running", age_s=0.31, prompt_tokens=42, generated_tokens=16, max_tokens=256
-)
-_RELOADED = ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
-_CLEARED = CacheClearedResponse(3, 4711, 2)
 _NOT_CLEARED = (
     "storage_failed",
     "files of the disk cache could not be removed: Permission denied",
@@ -250,15 +204,6 @@ _BUSY = (
     "model_busy",
     "SmolLM2-135M-Instruct has 3 requests; try again when they have ended",
     "Requests need the model",
-)
-_ADAPTER = AdapterStatus(
-    name="sql",
-    model="SmolLM2-135M-Instruct",
-    file="sql-lora-f16.gguf",
-    scale=1.0,
-    size_bytes=3686400,
-    digest="9f86d081884c7d659a2feaa0",
-    activated=False,
 )
 _ADAPTER_TAKEN = (
     "adapter_busy",
@@ -330,7 +275,7 @@ async def inspect(engine: EngineClient) -> Snapshot:
         raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
 
 
-@operation.get("/debug/kv", KV_EXAMPLE)
+@operation.get("/debug/kv")
 async def debug_kv(http: HttpRequest) -> KVResponse:
     """Show the slots, the KV cells and every lease, taken between two steps.
 
@@ -353,7 +298,7 @@ async def debug_kv(http: HttpRequest) -> KVResponse:
     )
 
 
-@operation.get("/debug/requests", RequestsResponse([_REQUEST]))
+@operation.get("/debug/requests")
 async def debug_requests(http: HttpRequest) -> RequestsResponse:
     """List the accepted requests: stage, age, progress. Never their text."""
     now = time.monotonic()
@@ -371,7 +316,7 @@ async def debug_requests(http: HttpRequest) -> RequestsResponse:
     return RequestsResponse(requests)
 
 
-@operation.post("/admin/cache/clear", _CLEARED, errors={507: _NOT_CLEARED})
+@operation.post("/admin/cache/clear", errors={507: _NOT_CLEARED})
 async def clear_cache(http: HttpRequest) -> CacheClearedResponse:
     """Forget every cached prefix: in slots, in RAM, on disk and saved; and all stored responses.
 
@@ -383,7 +328,7 @@ async def clear_cache(http: HttpRequest) -> CacheClearedResponse:
     return CacheClearedResponse(done.prefixes, done.tokens, responses)
 
 
-@operation.get("/admin/models", MODELS_EXAMPLE)
+@operation.get("/admin/models")
 async def list_models(http: HttpRequest) -> ModelsResponse:
     """List the served models: state, memory, last use."""
     registry = get_registry(http)
@@ -392,7 +337,7 @@ async def list_models(http: HttpRequest) -> ModelsResponse:
     )
 
 
-@operation.post("/admin/models/load", MODEL_STATUS_EXAMPLE, errors={507: _DOES_NOT_FIT})
+@operation.post("/admin/models/load", errors={507: _DOES_NOT_FIT})
 async def load_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Load a model, and wait until it serves. One that failed a moment ago is tried again at once."""
     find_model(http, body.model).try_again()
@@ -400,14 +345,14 @@ async def load_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     return _describe(http, body.model)
 
 
-@operation.post("/admin/models/unload", MODEL_STATUS_EXAMPLE, errors={409: _BUSY})
+@operation.post("/admin/models/unload", errors={409: _BUSY})
 async def unload_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Unload a model that no request needs; its prefixes are saved."""
     await get_registry(http).unload(find_model(http, body.model))
     return _describe(http, body.model)
 
 
-@operation.get("/admin/adapters", AdaptersResponse([_ADAPTER]))
+@operation.get("/admin/adapters")
 async def list_adapters(http: HttpRequest) -> AdaptersResponse:
     """List the LoRA adapters of all models."""
     served = [model for model in get_registry(http).served if model.engine is not None]
@@ -416,7 +361,7 @@ async def list_adapters(http: HttpRequest) -> AdaptersResponse:
     )
 
 
-@operation.post("/admin/adapters", _ADAPTER, errors={409: _ADAPTER_TAKEN})
+@operation.post("/admin/adapters", errors={409: _ADAPTER_TAKEN})
 async def load_adapter(body: AdapterBody, http: HttpRequest) -> AdapterStatus:
     """Load a LoRA adapter; streams go on meanwhile. A file that does not suit the model is refused."""
     await use_engine(http, body.model)
@@ -425,7 +370,7 @@ async def load_adapter(body: AdapterBody, http: HttpRequest) -> AdapterStatus:
     return _describe_adapter(model, await asyncio.shield(loading))  # to its end, if the client leaves
 
 
-@operation.delete("/admin/adapters/{name}", _ADAPTER, errors={404: _NO_ADAPTER, 409: _ADAPTER_BUSY})
+@operation.delete("/admin/adapters/{name}", errors={404: _NO_ADAPTER, 409: _ADAPTER_BUSY})
 async def unload_adapter(name: str, http: HttpRequest) -> AdapterStatus:
     """Unload a LoRA adapter that no request needs; of several models, that of `?model=`."""
     engine = await use_engine(http)
@@ -450,7 +395,7 @@ def _describe(http: HttpRequest, name: str) -> ModelStatus:
     return model.describe(default=model is get_registry(http).default)
 
 
-@operation.post("/admin/reload", _RELOADED, errors={409: _NOT_RELOADED})
+@operation.post("/admin/reload", errors={409: _NOT_RELOADED})
 async def reload(body: ReloadBody, http: HttpRequest) -> ReloadResponse:
     """Load a model beside the one that serves, then change over; running streams end on the old one."""
     info, limits = loaded(await find_model(http).reload(body.model))
@@ -467,9 +412,7 @@ async def live(http: HttpRequest) -> Response:
     return StreamingResponse(events, headers=headers, media_type=EVENTS, background=ended)
 
 
-@operation.post(
-    "/admin/requests/{request_id}/cancel", CancelledResponse("chatcmpl-8f0c2d7e"), errors={404: _NO_REQUEST}
-)
+@operation.post("/admin/requests/{request_id}/cancel", errors={404: _NO_REQUEST})
 async def cancel(request_id: str, http: HttpRequest) -> CancelledResponse:
     """End a request that waits or runs; its client gets what there is of the answer."""
     if not get_registry(http).cancel(request_id):

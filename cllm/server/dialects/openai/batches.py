@@ -26,7 +26,8 @@ from cllm.server.body import Body, Metadata, Name, about
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.chat import EXAMPLE_EVENTS
 from cllm.server.dialects.operation import CancelledResponse
-from cllm.server.job_store import JobDatabase, JobStore, LineCounts, StoredObject
+from cllm.server.examples import make_example
+from cllm.server.job_store import JobDatabase, JobStore, StoredObject
 from cllm.server.sse import resume_stream
 
 MAX_LISTED = 10_000
@@ -105,7 +106,6 @@ class DeletedObject(msgspec.Struct):
     deleted: bool = True
 
 
-FILE = FileObject(id="file-1", bytes=120, created_at=1767225600, filename="night.jsonl", purpose="batch")
 FORM = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -115,18 +115,6 @@ FORM = {
         "expires_after[seconds]": {"type": "integer", "description": "Age at which it is deleted"},
     },
 }
-BATCH = BatchObject(
-    id="batch_1",
-    endpoint="/v1/chat/completions",
-    input_file_id="file-1",
-    completion_window="24h",
-    status="completed",
-    output_file_id="file-1-output",
-    created_at=1767225600,
-    expires_at=1767312000,
-    completed_at=1767229200,
-    request_counts=LineCounts(100, 100, 0),
-)
 
 
 def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
@@ -145,7 +133,7 @@ def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/files", FILE, form=FORM, errors={507: FULL})
+@openai.post("/v1/files", form=FORM, errors={507: FULL})
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)
@@ -189,7 +177,7 @@ async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> File
     return new
 
 
-@openai.get("/v1/files", FileList.make([FILE]))
+@openai.get("/v1/files", FileList.make([make_example(FileObject)]))
 async def list_files(http: HttpRequest) -> FileList:
     """List the files, the newest first."""
     store, tenant = get_jobs(http)
@@ -200,7 +188,7 @@ async def list_files(http: HttpRequest) -> FileList:
     return FileList.make(data, more=len(found) > limit)
 
 
-@openai.get("/v1/files/{file_id}", FILE, errors=_NO_FILE)
+@openai.get("/v1/files/{file_id}", errors=_NO_FILE)
 async def retrieve_file(file_id: str, http: HttpRequest) -> FileObject:
     """Return what is known of a file."""
     store, tenant = get_jobs(http)
@@ -215,7 +203,7 @@ async def get_content(file_id: str, http: HttpRequest) -> Response:
     return FileResponse(store.get_path(file_id), media_type="application/octet-stream")
 
 
-@openai.delete("/v1/files/{file_id}", DeletedObject("file-1", "file"), errors=_NO_FILE)
+@openai.delete("/v1/files/{file_id}", errors=_NO_FILE)
 async def delete_file(file_id: str, http: HttpRequest) -> DeletedObject:
     """Delete a file, unless a batch that runs reads it."""
     store, tenant = get_jobs(http)
@@ -233,7 +221,7 @@ async def delete_file(file_id: str, http: HttpRequest) -> DeletedObject:
 # Batches ----------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/batches", BATCH, errors={**_NO_FILE, 507: FULL})
+@openai.post("/v1/batches", errors={**_NO_FILE, 507: FULL})
 async def create_batch(body: BatchBody, http: HttpRequest) -> BatchObject:
     """Run the requests of a file in idle time.
 
@@ -286,7 +274,7 @@ async def _describe(store: JobStore, stored: StoredObject) -> BatchObject:
     return batch
 
 
-@openai.get("/v1/batches", BatchList.make([BATCH]))
+@openai.get("/v1/batches", BatchList.make([make_example(BatchObject)]))
 async def list_batches(http: HttpRequest) -> BatchList:
     """List the batches, the newest first."""
     store, tenant = get_jobs(http)
@@ -296,14 +284,14 @@ async def list_batches(http: HttpRequest) -> BatchList:
     return BatchList.make(data, more=len(found) > limit)
 
 
-@openai.get("/v1/batches/{batch_id}", BATCH, errors=_NO_BATCH)
+@openai.get("/v1/batches/{batch_id}", errors=_NO_BATCH)
 async def retrieve_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Return a batch, with the counts of its lines."""
     store, tenant = get_jobs(http)
     return await _describe(store, await store.run(JobDatabase.get, "batch", tenant, batch_id))
 
 
-@openai.post("/v1/batches/{batch_id}/cancel", BATCH, errors=_NO_BATCH)
+@openai.post("/v1/batches/{batch_id}/cancel", errors=_NO_BATCH)
 async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Cancel a batch: lines that run end, and the answers so far become its files."""
     store, tenant = get_jobs(http)
@@ -322,7 +310,7 @@ async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
 # Streams ------------------------------------------------------------------------------------------------
 
 
-@openai.get("/v1/streams/{stream_id}", None, events=EXAMPLE_EVENTS, errors=_NO_STREAM)
+@openai.get("/v1/streams/{stream_id}", events=EXAMPLE_EVENTS, errors=_NO_STREAM)
 async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
     """Return the events of a stream after the one of `Last-Event-ID`, or all, then those to come.
 
@@ -331,7 +319,7 @@ async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
     return resume_stream(http, stream_id)
 
 
-@openai.delete("/v1/streams/{stream_id}", CancelledResponse("chatcmpl-1"), errors=_NO_STREAM)
+@openai.delete("/v1/streams/{stream_id}", errors=_NO_STREAM)
 async def cancel_stream(stream_id: str, http: HttpRequest) -> CancelledResponse:
     """Cancel the answer of a stream."""
     http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id)[0].cancel()

@@ -29,7 +29,7 @@ from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.middleware import SOUNDS
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import make_request, use_engine
-from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, Timings, get_timings
+from cllm.server.timings import TimedResponse, Timings, get_timings
 from cllm.types import FinishReason, TokenLogprob
 
 _json = msgspec.json.Encoder()
@@ -163,12 +163,6 @@ class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
 
 
 _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}
-EXAMPLE = ChatCompletion(
-    **_HEAD,
-    choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
-    usage=completions.CompletionUsage(4, 3, 7, completions.PromptTokensDetails(0)),
-    timings=EXAMPLE_TIMINGS,
-)
 _CHUNKS = (
     ChunkChoice(0, ChunkDelta(role="assistant", content="AI")),
     ChunkChoice(0, ChunkDelta(), None, "stop"),
@@ -287,7 +281,7 @@ class ChatCompletionRenderer:
         return ChunkDelta(tool_calls=[call])
 
 
-@openai.post("/v1/chat/completions", EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+@openai.post("/v1/chat/completions", events=EXAMPLE_EVENTS, computes=True)
 @llama_server.post("/chat/completions", shown=False)
 async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""

@@ -26,9 +26,10 @@ from cllm.server.body import TokenId, TokenLimit, about
 from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
+from cllm.server.examples import CREATED, MODEL
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, use_engine
-from cllm.server.timings import EXAMPLE_TIMINGS, TimedResponse, get_timings
+from cllm.server.timings import TimedResponse, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Prompt, RequestOutput, TokenLogprob, Usage
 
@@ -153,15 +154,9 @@ class CompletionResponse(TimedResponse, frozen=True, kw_only=True):
     usage: CompletionUsage | UnsetType = UNSET
 
 
-EXAMPLE = CompletionResponse(
-    id="cmpl-1",
-    created=1767225600,
-    model="SmolLM2-135M-Instruct",
-    choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
-    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
-    timings=EXAMPLE_TIMINGS,
+_CHUNK = CompletionResponse(
+    id="cmpl-1", created=CREATED, model=MODEL, choices=[CompletionChoice(0, " there")]
 )
-_CHUNK = _replace(EXAMPLE, choices=[CompletionChoice(0, " there")], usage=UNSET, timings=UNSET)
 
 
 def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:
@@ -243,7 +238,7 @@ def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLog
     return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
 
 
-@openai.post("/v1/completions", EXAMPLE, events=encode(_CHUNK) + DONE, computes=True)
+@openai.post("/v1/completions", events=encode(_CHUNK) + DONE, computes=True)
 async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResponse | Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

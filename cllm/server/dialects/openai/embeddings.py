@@ -27,6 +27,7 @@ from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
 from cllm.server.dialects.openai import OpenAIDialect
 from cllm.server.dialects.openai.bodies import NO_MEDIA, JsonValue, TextPart
+from cllm.server.examples import VECTOR
 from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import Pooling, Request
@@ -256,14 +257,6 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-_VECTOR = [0.118, -0.042, 0.307]
-_USAGE = EmbeddingUsage(8, 8)
-_EMBEDDED = EmbeddingList(model="nomic-embed", data=[Embedding(index=0, embedding=_VECTOR)], usage=_USAGE)
-_RERANKER: dict[str, Any] = {"model": "bge-reranker-v2-m3", "usage": _USAGE}
-_RANKED = RerankResponse(results=[Ranked(0, 5.27)], **_RERANKER)
-_SCORED = ScoreResponse(id="score-8f0c", created=1767225600, data=[Score(index=0, score=5.27)], **_RERANKER)
-
-
 def to_vector(data: bytes, dimensions: int | None = None, norm: int = 2) -> npt.NDArray[np.float32]:
     """The first `dimensions` elements of an embedding in `RequestOutput.embeddings`, scaled to norm 1.
 
@@ -375,7 +368,7 @@ async def score_pairs(
     return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
 
 
-@embeddings.post("/v1/embeddings", _EMBEDDED, computes=True)
+@embeddings.post("/v1/embeddings", computes=True)
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
@@ -388,7 +381,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     return EmbeddingList(model=body.model or loaded(engine)[0].name, usage=usage, data=entries)
 
 
-@llama_server.post("/embedding", [LlamaEmbedding(0, [_VECTOR])], computes=True)
+@llama_server.post("/embedding", [LlamaEmbedding(0, [VECTOR])], computes=True)
 @llama_server.post("/embeddings", shown=False)
 async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
@@ -401,7 +394,7 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
     return await encode_entries(entries)
 
 
-@embeddings.post("/v1/rerank", _RANKED, computes=True)
+@embeddings.post("/v1/rerank", computes=True)
 @embeddings.post("/v1/reranking", shown=False)
 @llama_server.post("/rerank", shown=False)
 @llama_server.post("/reranking", shown=False)
@@ -422,7 +415,7 @@ async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[R
     return RerankResponse(model=body.model or loaded(engine)[0].name, results=results, usage=usage)
 
 
-@embeddings.post("/v1/score", _SCORED, computes=True)
+@embeddings.post("/v1/score", computes=True)
 @cllm.post("/score", shown=False)
 async def score(body: ScoreBody, http: HttpRequest) -> ScoreResponse:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""

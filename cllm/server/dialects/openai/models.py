@@ -50,17 +50,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     meta: ModelMeta
 
 
-LISTED_MODEL = Model(
-    id="SmolLM2-135M-Instruct",
-    created=1767225600,
-    root="SmolLM2-135M-Instruct",
-    max_model_len=4096,
-    context_length=4096,
-    capabilities=["completion", "chat", "tools", "embeddings"],
-    meta=ModelMeta(49152, 4096, 8192, 576, 134515584, 96862464, "Q4_1"),
-)
-
-
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
     parent_model: str = ""
     format: str = "gguf"
@@ -151,7 +140,7 @@ def _list_capabilities(info: ModelInfo) -> Iterator[str]:
     yield "rerank" if info.pooling is Pooling.RANK else "embeddings"
 
 
-@openai.get("/v1/models", ModelList(data=[LISTED_MODEL]))
+@openai.get("/v1/models")
 async def models(http: HttpRequest) -> ModelList:
     """List the models."""
     served = get_registry(http).served
@@ -167,7 +156,7 @@ def _describe_all(model: ServedModel) -> Iterator[Model]:
         yield msgspec.structs.replace(base, id=f"{base.id}:{name}", aliases=(), parent=base.id)
 
 
-@openai.get("/v1/models/{name:path}", LISTED_MODEL)
+@openai.get("/v1/models/{name:path}")
 async def model(name: str, http: HttpRequest) -> Model:
     """Describe the model that serves requests for this name."""
     return describe_model(find_model(http, name), name)
