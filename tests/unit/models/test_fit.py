@@ -112,8 +112,8 @@ def test_recommendations_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cllm.cli.pull.available_memory", lambda: None)
     assert "--memory GB" in call(["recommend"]).output
     monkeypatch.setattr("cllm.cli.pull.available_memory", lambda: 8 * 10**9)
-    shown = call(["recommend"]).output
-    assert shown.startswith("8.0 GB free here, and no GPU.") and "Qwen3-8B" not in shown
+    here = call(["recommend"]).output
+    assert here.startswith("8.0 GB free here, and no GPU.") and "Qwen3-8B" not in here
     gpu = Device("CUDA0", "NVIDIA", 24 * 10**9, 24 * 10**9, False)
     monkeypatch.setattr("cllm.cli.pull.list_devices", lambda: (gpu,))
     assert call(["recommend"]).output.startswith("23.5 GB free on the GPUs here.")
