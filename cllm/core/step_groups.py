@@ -110,10 +110,10 @@ class GroupTurns:
 class AdapterTurns:
     """Gives steps to the sequences of one set of adapters at a time: a context computes with one.
 
-    Where the set changes, llama.cpp plans its largest graphs anew, and a GPU has no recording of the steps.
-    The first steps of a turn show what that costs. So a set keeps its turn until its steps took
-    `MIN_SWITCHES` times that, unless others would wait longer than they may, or it has no sequence left. The
-    next is the set that has taken the least time. With one set, there are no turns.
+    Where the set changes, llama.cpp builds another graph, and a GPU has no recording of the steps. The first
+    steps of a turn show what that costs. So a set keeps its turn until its steps took `MIN_SWITCHES` times
+    that, unless others would wait longer than they may, or it has no sequence left. The next is the set that
+    has taken the least time. With one set, there are no turns.
     """
 
     MIN_SWITCHES = 10  # a tenth of the time at most goes into switches

@@ -84,6 +84,21 @@ def test_a_switch_leaves_nothing_behind(runner: LlamaRunner, folder: Path) -> No
     assert says(runner, seq_id=2) == base
 
 
+def test_only_the_first_change_after_a_load_plans_graphs(
+    runner: LlamaRunner, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = load(runner, folder / "1.gguf")
+    with caplog.at_level("DEBUG", "llama.cpp"):
+        for again in range(2):
+            two = load(runner, folder / "2.gguf")
+            caplog.clear()
+            runner._adapters.use(join_key([(two, 0.5)]))  # and nothing is computed with it
+            for scales in ([(one, 1.0)], [], [(two, 1.0)], [(one, 0.5), (two, 1.0)]):
+                says(runner, join_key(scales))
+            assert sum("reserving ..." in record.message for record in caplog.records) == 1, again
+            runner.unload_adapter(two)
+
+
 def test_unloading_the_set_in_use_goes_back_to_the_base(runner: LlamaRunner, folder: Path) -> None:
     base = says(runner)
     digest = load(runner, folder / "1.gguf")

@@ -6,13 +6,15 @@ import ctypes
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from cllm.adapters import Adapter, split_key
 from cllm.backend.llama.gguf import TENSOR_TYPES, GgufFile, GgufHeader, Tensor
-from cllm.backend.llama.library import Owned
+from cllm.backend.llama.library import Owned, find
 from cllm.backend.llama.model import LlamaModel
+from cllm.build.build import ADAPTERS_NAME
 from cllm.errors import AdapterRefused, ModelFileError
 
 A, B = ".lora_a", ".lora_b"
@@ -29,6 +31,8 @@ class LlamaAdapters:
         self._loaded: dict[str, Owned] = {}
         self.sizes: dict[str, int] = {}  # bytes, by digest
         self.key = ""  # of the set in use
+        self._plans = _find_plans()
+        self._grown = True  # an adapter was loaded for which the context's largest graph may have no room
 
     def check(self, adapter: Adapter) -> Adapter:
         """See `ModelRunner.check_adapter`."""
@@ -60,6 +64,7 @@ class LlamaAdapters:
         frees = self._model.deferred_frees
         self._loaded[adapter.digest] = Owned(pointer, api.llama_adapter_lora_free, frees)
         self.sizes[adapter.digest] = adapter.size
+        self._grown = True
 
     def unload(self, digest: str) -> None:
         """See `ModelRunner.unload_adapter`."""
@@ -70,17 +75,37 @@ class LlamaAdapters:
             del self.sizes[digest]
 
     def use(self, key: str) -> None:
-        """Compute with the set of this key from here on; llama.cpp then builds its graphs anew."""
+        """Compute with the set of this key from here on.
+
+        llama.cpp plans its largest graphs anew; that of the first set after a load is kept for others.
+        """
         scales = split_key(key)
         pointers = (ctypes.c_void_p * len(scales))(*(self._loaded[each].pointer for each in scales))
         values = (ctypes.c_float * len(scales))(*scales.values())
-        self._model.api.llama_set_adapters_lora(self._context.pointer, pointers, len(scales), values)
+        context = self._context.pointer
+        planned = self._plans and not self._grown and not self._plans.cllm_plan_due(context)
+        self._model.api.llama_set_adapters_lora(context, pointers, len(scales), values)
+        if planned:
+            self._plans.cllm_keep_plan(context, len(scales))
+        elif self._plans and self._plans.cllm_plan_due(context):
+            self._grown = False
         self.key = key
 
     def close(self) -> None:
         """Free all of them: before the model, which would free them again."""
         for adapter in self._loaded.values():
             adapter.close()
+
+
+def _find_plans() -> Any:
+    """Functions of adapters.cpp, where `cllm build` has compiled it; None: every change is planned anew."""
+    try:
+        plans = ctypes.CDLL(str(find() / ADAPTERS_NAME))
+    except OSError:
+        return None
+    plans.cllm_plan_due.restype, plans.cllm_plan_due.argtypes = ctypes.c_bool, (ctypes.c_void_p,)
+    plans.cllm_keep_plan.restype, plans.cllm_keep_plan.argtypes = None, (ctypes.c_void_p, ctypes.c_size_t)
+    return plans
 
 
 def _read(path: Path, model: GgufHeader) -> GgufFile:
