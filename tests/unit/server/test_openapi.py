@@ -13,7 +13,7 @@ import pytest
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
-from cllm.testing import FakeRunner
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 KEY = "a-key-of-the-owner"
