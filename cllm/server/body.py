@@ -3,6 +3,8 @@
 Null stands for a field that was left out, and 64.0 for 64: some languages have no integers. Other names of a
 field (`ALIASES`) are read as the field itself, and fields that a body does not know are ignored. A large
 body is decoded and converted on a thread, one at a time, tenants in turn.
+
+What a field means, and examples of it, are in `openapi.json`, but for types that several fields share.
 """
 
 from __future__ import annotations

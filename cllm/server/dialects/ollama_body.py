@@ -100,11 +100,9 @@ class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
         "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
     }
 
-    num_predict: Annotated[
-        int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
-    ] = -1
-    stop: Annotated[bodies.Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
-    format: Annotated[Format, about("Ignored: the body's counts")] = None
+    num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = -1
+    stop: bodies.Stops = ()
+    format: Format = None
 
     def form_schema(self) -> dict[str, Any] | None:
         return {"type": "object"} if self.format == "json" else self.format or None
@@ -120,16 +118,13 @@ _OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"f
 class OllamaAnswerBody(OllamaBody, kw_only=True):
     """Common fields of `/api/chat` and `/api/generate`."""
 
-    stream: Annotated[bool, about("Send the answer in pieces, a line of JSON each")] = True
+    stream: bool = True
     format: Format = None
-    options: Annotated[
-        OllamaOptions,
-        about("Sampling, in Ollama's names and in cllm's", {"temperature": 0, "num_predict": 32}),
-    ] = msgspec.field(default_factory=OllamaOptions)
+    options: OllamaOptions = msgspec.field(default_factory=OllamaOptions)
     think: Think = None
     keep_alive: KeepAlive = None
-    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[bodies.TopLogprobs, about("And of this many most likely tokens")] = 0
+    logprobs: bool = False
+    top_logprobs: bodies.TopLogprobs = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -170,8 +165,8 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
 class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier answer."""
 
-    id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
-    function: Annotated[bodies.CalledFunction, about("The tool and its arguments", {"name": "now"})]
+    id: str | None = None
+    function: bodies.CalledFunction
 
 
 Images = Annotated[list[str] | None, about("Pictures in base64, for a model that takes them", None)]
@@ -180,16 +175,13 @@ Images = Annotated[list[str] | None, about("Pictures in base64, for a model that
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
-    content: Annotated[str | None, about("The text", bodies.QUESTION)] = None
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
     images: Images = None
     thinking: bodies.ReasoningText = None
-    tool_calls: Annotated[
-        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
-        about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
-    ] = None
-    tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
-    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.thinking, str):
@@ -213,21 +205,8 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
     EXAMPLE = {"model": MODEL, "messages": bodies.MESSAGES, "stream": False, "options": {"num_predict": 32}}
 
-    messages: Annotated[
-        list[OllamaMessage],
-        about(
-            "The conversation; without any the model is only loaded, or unloaded",
-            bodies.MESSAGES,
-            max_length=MAX_MESSAGES,
-        ),
-    ] = []
-    tools: Annotated[
-        Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        about(
-            "Functions the model may call",
-            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
-        ),
-    ] = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] = []
+    tools: Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -252,15 +231,13 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
 
     EXAMPLE = {"model": MODEL, "prompt": bodies.QUESTION, "stream": False, "options": {"num_predict": 32}}
 
-    prompt: Annotated[
-        str, about("The question; without one the model is only loaded, or unloaded", bodies.QUESTION)
-    ] = ""
-    suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
-    system: Annotated[str, about("Instructions", "Be brief.")] = ""
-    raw: Annotated[bool, about("Complete the prompt as it is: no chat template")] = False
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    raw: bool = False
     images: Images = None
-    template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
-    context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
+    template: str = ""
+    context: list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -298,11 +275,8 @@ class OllamaEmbedBody(OllamaBody, kw_only=True):
         str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
         about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
     ]
-    truncate: Annotated[bool, about("Cut inputs that are too long; else they are refused")] = True
-    dimensions: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        about("Keep only the first dimensions, scaled to length 1 again", 64),
-    ] = None
+    truncate: bool = True
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
     keep_alive: KeepAlive = None
 
     @property
@@ -316,7 +290,7 @@ class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
 
     EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
 
-    prompt: Annotated[str, about("A text", "The cat sat.")] = ""
+    prompt: str = ""
     keep_alive: KeepAlive = None
 
 
@@ -329,7 +303,7 @@ class PullBody(OllamaBody, kw_only=True):
 
     EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
 
-    stream: Annotated[bool, about("Send the progress, a line of JSON each")] = True
+    stream: bool = True
 
 
 class DeleteBody(OllamaBody, kw_only=True):
@@ -343,8 +317,8 @@ class CopyBody(msgspec.Struct, Body, kw_only=True):
 
     EXAMPLE = {"source": MODEL, "destination": "assistant"}
 
-    source: Annotated[str, about("A name of a served model", MODEL, min_length=1, max_length=1024)]
-    destination: Annotated[str, about("One more name for it", "assistant", min_length=1, max_length=256)]
+    source: Annotated[str, Meta(min_length=1, max_length=1024)]
+    destination: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 # Responses ---------------------------------------------------------------------------------------------
