@@ -77,7 +77,6 @@ class Body:
     """Field → the names it is read by, the first that a body has."""
     NULLS: ClassVar[frozenset[str]] = frozenset()
     """Fields where null has a meaning of its own."""
-    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
     OPTIONAL: ClassVar[bool] = False
     """A request may have no body at all."""
 

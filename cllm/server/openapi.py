@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,22 +13,12 @@ from cllm import __version__
 from cllm.errors import InvalidRequest
 from cllm.server.body import Body
 from cllm.server.dialect import EVENTS, JSON, NDJSON, PLAIN, Dialect, HttpError, Route
-from cllm.server.examples import make_example
+from cllm.server.examples import TEXTS, find_example, make_example
 from cllm.server.middleware import ADMIN, OPEN
 
 REFERENCE = "#/components/schemas/{name}"
 
 
-class Texts(msgspec.Struct, frozen=True):
-    """What `openapi.json` says of the API beside its types."""
-
-    fields: dict[str, dict[str, list[Any]]]  # by struct and field: the description, and examples
-    errors: dict[str, dict[int, tuple[str, str, str]]]  # by route ("" for all): code, message, when
-    security: dict[str, Any]
-    headers: dict[str, dict[str, Any]]
-
-
-TEXTS = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=Texts)
 _NO_ADMIN = "; or the key is not an admin's"
 _NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`)"
 _FOR_OPERATORS = "Needs an admin's API key where the server has keys; else a server on loopback."
@@ -43,8 +32,8 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
     found, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     references = dict(zip(kinds, found, strict=True))
     for body in bodies:
-        if body.EXAMPLE:
-            _resolve(schemas, references[body])["example"] = dict(body.EXAMPLE)
+        if example := find_example(body):
+            _resolve(schemas, references[body])["example"] = example
     _describe_fields(schemas, Body)
     for field in (each for schema in schemas.values() for each in schema.get("properties", {}).values()):
         if field.keys() == {"enum"}:  # the tag of a struct in a union
@@ -120,8 +109,8 @@ def _describe(
         required = next(iter(schema.get("required", ())), None)
         named = named or "model" in schema.get("properties", ())
         described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
-    if route.form:
-        content = {"multipart/form-data": {"schema": route.form}}
+    if form := TEXTS.forms.get(f"{route.method} {route.path}"):
+        content = {"multipart/form-data": {"schema": form}}
         described["requestBody"] = {"content": content, "required": True}
     described["responses"] = _responses(
         route, _content(route, references.get(_get_kind(route))), required, named=named

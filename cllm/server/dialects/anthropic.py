@@ -229,7 +229,6 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
-    EXAMPLE = {"messages": bodies.MESSAGES}
 
     model: ModelName = None
     messages: Annotated[list[AnthropicMessage], bodies.CONVERSATION]
@@ -284,8 +283,6 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
-
-    EXAMPLE = {"max_tokens": 64, "messages": bodies.MESSAGES}
 
     max_tokens: TokenLimit | None
     stop_sequences: Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)] = ()

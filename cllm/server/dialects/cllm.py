@@ -48,8 +48,6 @@ cllm = CllmDialect()
 class GenerateBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /generate` and `/generate_stream`."""
 
-    EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
-
     model: ModelName = None
     prompt: Annotated[str, Meta(min_length=1)]
     max_tokens: TokenLimit | None = 256
@@ -62,16 +60,12 @@ class GenerateBody(GenerationBody, frozen=True, kw_only=True):
 class EncodeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /encode`."""
 
-    EXAMPLE = {"text": "Once upon a time"}
-
     model: ModelName = None
     text: str
 
 
 class DecodeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /decode`."""
-
-    EXAMPLE = {"tokens": [403, 253]}
 
     model: ModelName = None
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_VALUES)]

@@ -79,7 +79,6 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
         "repetition_penalty": ("repeat_penalty", "repetition_penalty"),
         "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
     }
-    EXAMPLE = {"prompt": "1+1=", "n_predict": 8}
 
     model: ModelName = None
     prompt: Prompts
@@ -142,12 +141,6 @@ class SnippetBody(msgspec.Struct, Body, kw_only=True):
 class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
     """`POST /infill`: the fields of `/completion`, and the text around the gap."""
 
-    EXAMPLE = {
-        "input_prefix": "def add(a, b):\n    return ",
-        "input_suffix": "\n\nprint(add(1, 2))\n",
-        "n_predict": 16,
-    }
-
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[tuple[SnippetBody, ...], Meta(max_length=1024)] = ()
@@ -163,7 +156,6 @@ class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
 class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /tokenize`."""
 
-    EXAMPLE = {"content": "1+1="}
     ALIASES = {"content": ("content", "prompt"), "add_special": ("add_special", "add_special_tokens")}
 
     model: ModelName = None
@@ -175,8 +167,6 @@ class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
 
 class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /detokenize`."""
-
-    EXAMPLE = {"tokens": [33, 27, 33, 45]}
 
     model: ModelName = None
     tokens: tuple[TokenId, ...] = ()

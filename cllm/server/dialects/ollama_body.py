@@ -80,7 +80,6 @@ class OllamaBody(msgspec.Struct, Body, kw_only=True):
     """Common fields of Ollama's routes about one model."""
 
     ALIASES = {"model": ("model", "name")}
-    EXAMPLE = {"model": MODEL}
 
     model: OllamaName
 
@@ -203,8 +202,6 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
 class OllamaChatBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/chat`."""
 
-    EXAMPLE = {"model": MODEL, "messages": bodies.MESSAGES, "stream": False, "options": {"num_predict": 32}}
-
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] = []
     tools: Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -228,8 +225,6 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 
 class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/generate`."""
-
-    EXAMPLE = {"model": MODEL, "prompt": bodies.QUESTION, "stream": False, "options": {"num_predict": 32}}
 
     prompt: str = ""
     suffix: str = ""
@@ -269,8 +264,6 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
 class OllamaEmbedBody(OllamaBody, kw_only=True):
     """`POST /api/embed`."""
 
-    EXAMPLE = {"model": MODEL, "input": ["The cat sat."]}
-
     input: Annotated[
         str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
         about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
@@ -288,8 +281,6 @@ class OllamaEmbedBody(OllamaBody, kw_only=True):
 class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
     """`POST /api/embeddings`, the older form of `/api/embed`."""
 
-    EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
-
     prompt: str = ""
     keep_alive: KeepAlive = None
 
@@ -301,21 +292,15 @@ class ShowBody(OllamaBody, kw_only=True):
 class PullBody(OllamaBody, kw_only=True):
     """`POST /api/pull`."""
 
-    EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
-
     stream: bool = True
 
 
 class DeleteBody(OllamaBody, kw_only=True):
     """`DELETE /api/delete`."""
 
-    EXAMPLE = {"model": "hf:USER/REPO:Q4_K_M"}
-
 
 class CopyBody(msgspec.Struct, Body, kw_only=True):
     """`POST /api/copy`."""
-
-    EXAMPLE = {"source": MODEL, "destination": "assistant"}
 
     source: Annotated[str, Meta(min_length=1, max_length=1024)]
     destination: Annotated[str, Meta(min_length=1, max_length=256)]

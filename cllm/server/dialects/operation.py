@@ -41,23 +41,17 @@ operation = OperationDialect()
 class ReloadBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/reload`."""
 
-    EXAMPLE = {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}
-
     model: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class ModelNameBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/models/load` and `/admin/models/unload`."""
 
-    EXAMPLE = {"model": "SmolLM2-135M-Instruct"}
-
     model: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class AdapterBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/adapters`."""
-
-    EXAMPLE = {"name": "sql", "file": "sql-lora-f16.gguf"}
 
     model: ModelName = None
     name: AdapterName

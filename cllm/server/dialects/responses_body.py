@@ -197,7 +197,6 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     form = "text.format"
-    EXAMPLE = {"input": bodies.QUESTION, "max_output_tokens": 64}
 
     input: Annotated[str, Meta(min_length=1)] | Items
     instructions: str | Items | None = None

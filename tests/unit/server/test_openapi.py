@@ -15,7 +15,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.server.body import Body
 from cllm.server.dialects import DIALECTS
-from cllm.server.openapi import TEXTS
+from cllm.server.examples import TEXTS
 from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
@@ -133,6 +133,7 @@ def test_the_texts_are_of_fields_and_routes_that_there_are() -> None:
     while todo:
         todo += (kind := todo.pop()).__subclasses__()
         known[kind.__name__] = set(vars(kind).get("__annotations__", ()))
+    assert TEXTS.examples.keys() <= known.keys()
     for name, fields in TEXTS.fields.items():
         assert fields.keys() <= known[name], name
     assert TEXTS.errors.keys() - {""} <= {

@@ -49,8 +49,6 @@ class Expiry(msgspec.Struct, Body, kw_only=True):
 class BatchBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/batches`."""
 
-    EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-
     input_file_id: Name
     endpoint: Endpoint
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
@@ -97,17 +95,6 @@ class DeletedObject(msgspec.Struct):
     deleted: bool = True
 
 
-FORM = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "One JSON request a line"},
-        "purpose": {"type": "string", "description": "`batch`", "examples": ["batch"]},
-        "expires_after[seconds]": {"type": "integer", "description": "Age at which it is deleted"},
-    },
-}
-
-
 def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
     """The store of the app, and the tenant that asks."""
     return http.app.state.jobs, http.scope["state"]["tenant"].name
@@ -124,7 +111,7 @@ def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/files", form=FORM)
+@openai.post("/v1/files")
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)

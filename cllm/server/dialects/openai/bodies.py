@@ -302,7 +302,6 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
-    EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
 
     messages: Annotated[list[MessageBody], CONVERSATION]
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] = []

@@ -43,7 +43,6 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     NULLS = frozenset({"max_tokens"})
-    EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 
     prompt: (
         str

@@ -92,8 +92,6 @@ def check_inputs(field: str, value: Any) -> None:
 class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    EXAMPLE = {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}
-
     model: ModelName = None
     user: User = None
     input: Input
@@ -108,7 +106,6 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
     """`POST /embedding`, as llama-server has it."""
 
     ALIASES = {"content": ("content", "input")}
-    EXAMPLE = {"content": "The cat sat."}
 
     model: ModelName = None
     content: Input
@@ -129,7 +126,6 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/rerank`."""
 
     ALIASES = {"documents": ("documents", "texts")}
-    EXAMPLE = {"query": "What is a panda?", "documents": ["It is a bear.", "hi"], "top_n": 1}
 
     model: ModelName = None
     user: User = None
@@ -146,8 +142,6 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
 
 class ScoreBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/score`."""
-
-    EXAMPLE = {"text_1": "What is a panda?", "text_2": ["It is a bear.", "hi"]}
 
     model: ModelName = None
     user: User = None
