@@ -42,9 +42,6 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "image": ("source",),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
-_TEXT = {"type": "text", "text": bodies.QUESTION}
-_TOOL = {"name": "now", "input_schema": {}}
-_FORM = {"type": "json_schema", "schema": bodies.SCHEMA}
 
 
 class AnthropicDialect(Dialect):
@@ -85,7 +82,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
 
     type: str
     text: str | None = None
-    id: bodies.CallId = None
+    id: str | None = None
     name: str | None = None
     input: bodies.Arguments = "{}"
     tool_use_id: str | None = None
@@ -193,7 +190,7 @@ class AnthropicTool(msgspec.Struct, Body, kw_only=True):
 
     type: Literal["custom"] | None = "custom"
     name: bodies.FunctionName
-    description: bodies.ToolDescription = None
+    description: str | None = None
     input_schema: dict[str, Any]
 
     def tool(self) -> Tool:

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from cllm.chat.conversation import Conversation, Pictures
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_CHOICES, MAX_PROMPTS
-from cllm.server.body import Body, ModelName, TokenId, about
+from cllm.server.body import Body, ModelName, TokenId
 from cllm.server.dialects.openai.bodies import NO_MEDIA, ChatBody, Stops
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.examples import make_example
@@ -29,9 +29,7 @@ class PromptObject(msgspec.Struct, Body, kw_only=True):
     """A prompt in an object, as it comes beside pictures; without them it is its text."""
 
     prompt_string: str
-    multimodal_data: Annotated[
-        list[Any] | None, about(f"Pictures in base64, each in the place of a `{MEDIA_MARKER}`", None)
-    ] = None
+    multimodal_data: list[Any] | None = None
 
     def take_pictures(self, pictures: Pictures) -> None:
         """Move the pictures to those of the request, and write their markers. Raises InvalidRequest."""

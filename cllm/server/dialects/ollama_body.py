@@ -17,7 +17,7 @@ from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
 from cllm.limits import MAX_INPUTS, MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body, about
+from cllm.server.body import Body
 from cllm.server.dialect import encode_line
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
@@ -37,28 +37,14 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
 
-OllamaName = Annotated[
-    str, about("Its name, also with `:latest` (also `name`)", MODEL, min_length=1, max_length=1024)
-]
+OllamaName = Annotated[str, Meta(min_length=1, max_length=1024)]
+_DURATION_TEXT = {"type": "string", "maxLength": MAX_DURATION}
 KeepAlive = Annotated[
-    Any,
-    about(
-        "How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
-        "5m",
-        300,
-        extra_json_schema={
-            "anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]
-        },
-    ),
+    Any, Meta(extra_json_schema={"anyOf": [{"type": "number", "minimum": -1}, _DURATION_TEXT]})
 ]
 """Seconds or None, as `OllamaBody.prepare` reads it."""
-Format = Annotated[
-    Literal["", "json"] | dict[str, Any] | None,
-    about("`json`: any JSON object; or a JSON schema", "json", bodies.SCHEMA),
-]
-Think = Annotated[
-    bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
-]
+Format = Literal["", "json"] | dict[str, Any] | None
+Think = bool | Literal["low", "medium", "high"] | None
 
 
 def parse_seconds(value: Any) -> float:
@@ -168,7 +154,7 @@ class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     function: bodies.CalledFunction
 
 
-Images = Annotated[list[str] | None, about("Pictures in base64, for a model that takes them", None)]
+Images = list[str] | None
 
 
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
@@ -177,7 +163,7 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     images: Images = None
-    thinking: bodies.ReasoningText = None
+    thinking: bodies.JsonValue = None
     tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -264,10 +250,7 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
 class OllamaEmbedBody(OllamaBody, kw_only=True):
     """`POST /api/embed`."""
 
-    input: Annotated[
-        str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
-        about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
-    ]
+    input: str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)]
     truncate: bool = True
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     keep_alive: KeepAlive = None
@@ -384,9 +367,9 @@ CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")
     ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
 )
 GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=bodies.REASONING)) + encode_line(
-    GenerateAnswer(**_HEAD, response="", **_END)
-)
+GENERATE_LINES = encode_line(
+    GenerateAnswer(**_HEAD, response="AI", thinking="The user wants to know what AI is.")
+) + encode_line(GenerateAnswer(**_HEAD, response="", **_END))
 
 
 class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):

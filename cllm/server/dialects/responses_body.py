@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body, Metadata, Name, TokenLimit, about
+from cllm.server.body import Body, Metadata, Name, TokenLimit
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.text.chat_format import Tool
@@ -207,9 +207,7 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     reasoning: ReasoningBody | None = None
     max_output_tokens: TokenLimit | None = None
     top_logprobs: bodies.TopLogprobs | None = None
-    include: Annotated[
-        tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
-    ] = ()
+    include: Annotated[tuple[Name, ...], Meta(max_length=32)] = ()
     store: bool = True
     metadata: Metadata = {}
     truncation: Literal["auto", "disabled"] = "disabled"

@@ -11,64 +11,25 @@ from msgspec import Meta
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_CHOICES, MAX_MESSAGES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS
-from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit
 from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
-QUESTION = "What is AI?"
-MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-REASONING = "The user wants to know what AI is."
-PREDICTION = "def add(a, b):"
-PART = {"type": "text", "text": QUESTION}
-PICTURE = {"url": "data:image/png;base64,iVBORw0KGgo="}
-SOUND = {"data": "UklGRiQAAABXQVZF", "format": "wav"}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
-CONVERSATION = about(
-    "The conversation; an assistant message at its end is continued",
-    MESSAGES,
-    min_length=1,
-    max_length=MAX_MESSAGES,
-)
+CONVERSATION = Meta(min_length=1, max_length=MAX_MESSAGES)
 
-FunctionName = Annotated[
-    str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
-]
-# In the history: as a client has it, whatever it is.
-CalledName = Annotated[str, about("The tool that was called", "get_weather")]
-CallId = Annotated[str | None, about("The id from the response", "call_1")]
-Arguments = Annotated[
-    Any,
-    about(
-        "Its arguments, as JSON text or as an object",
-        "{}",
-        extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
-    ),
-]
+FunctionName = Annotated[str, Meta(pattern=FUNCTION_NAME)]
+_KINDS = [{"type": "object"}, {"type": "string"}, {"type": "null"}]
+Arguments = Annotated[Any, Meta(extra_json_schema={"anyOf": _KINDS})]
 """Read by `write_arguments`."""
 JsonValue = Annotated[
     Any, Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]})
 ]
 ToolMode = Literal["none", "auto", "required", "any"]
-TemplateOptions = Annotated[
-    Annotated[dict[str, Any], Meta(max_length=32)] | None,
-    about("Variables for the chat template", {"enable_thinking": False}),
-]
-ToolDescription = Annotated[
-    str | None, about("What the tool does and when to call it, for the model", "The weather in a city, now")
-]
-ReasoningBudget = Annotated[
-    Annotated[int, Meta(ge=-1)] | None, about("Tokens of reasoning; 0: none, -1: no limit", 1024)
-]
-Effort = Annotated[
-    Annotated[str, Meta(max_length=32)] | None,
-    about("A variable for the chat template; `none` switches reasoning off", "low"),
-]
+TemplateOptions = Annotated[dict[str, Any], Meta(max_length=32)] | None
+ReasoningBudget = Annotated[int, Meta(ge=-1)] | None
+Effort = Annotated[str, Meta(max_length=32)] | None
 Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)]
-STOP = "Texts that end the answer and are not part of it; an empty one is none"
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -185,7 +146,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, Body, kw_only=True):
-    name: CalledName
+    name: str  # as a client has it, whatever it is
     arguments: Arguments = "{}"
 
     def __post_init__(self) -> None:
@@ -195,14 +156,9 @@ class CalledFunction(msgspec.Struct, Body, kw_only=True):
 class ToolCallBody(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier assistant message."""
 
-    id: CallId = None
+    id: str | None = None
     type: Name | None = "function"
     function: CalledFunction
-
-
-ReasoningText = Annotated[
-    JsonValue, about("Reasoning of the assistant, for templates that repeat it", REASONING)
-]
 
 
 class MessageBody(msgspec.Struct, Body, kw_only=True):
@@ -215,9 +171,9 @@ class MessageBody(msgspec.Struct, Body, kw_only=True):
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     refusal: str | None = None
-    reasoning_content: ReasoningText = None
-    reasoning: ReasoningText = None
-    thinking: ReasoningText = None
+    reasoning_content: JsonValue = None
+    reasoning: JsonValue = None
+    thinking: JsonValue = None
 
     def __post_init__(self) -> None:
         for name in ("reasoning_content", "reasoning", "thinking"):
@@ -238,7 +194,7 @@ class FunctionBody(msgspec.Struct, Body, kw_only=True):
     """A function the model may call."""
 
     name: FunctionName
-    description: ToolDescription = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 

@@ -21,7 +21,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_INPUTS
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
-from cllm.server.body import Body, ModelName, Name, TokenId, about
+from cllm.server.body import Body, ModelName, Name, TokenId
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
@@ -46,7 +46,7 @@ class EmbeddingsDialect(OpenAIDialect):
 
 
 embeddings = EmbeddingsDialect()
-User = Annotated[Name | None, about("Ignored", "ann")]
+User = Name | None
 InputText = Annotated[str, Meta(min_length=1)]
 InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
@@ -70,12 +70,8 @@ class InputObject(msgspec.Struct, Body, kw_only=True):
 
 
 MixedInput = Annotated[list[InputText | TokenId], Meta(min_length=1)]
-Input = Annotated[
-    InputText
-    | InputObject
-    | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
-    about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
-]
+InputList = Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)]
+Input = InputText | InputObject | InputList
 
 
 def check_inputs(field: str, value: Any) -> None:
@@ -130,10 +126,7 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     model: ModelName = None
     user: User = None
     query: InputText
-    documents: Annotated[
-        Documents,
-        about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
-    ]
+    documents: Documents
     texts: JsonValue = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
@@ -146,10 +139,7 @@ class ScoreBody(msgspec.Struct, Body, kw_only=True):
     model: ModelName = None
     user: User = None
     text_1: InputText | InputTexts
-    text_2: Annotated[
-        InputText | InputTexts,
-        about(f"The texts to score against `text_1`; at most {MAX_INPUTS}", ["It is a bear.", "hi"]),
-    ]
+    text_2: InputText | InputTexts
 
     def __post_init__(self) -> None:
         queries, documents = len(self.queries), len(self.documents)
