@@ -38,8 +38,8 @@ from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence as Running
 from cllm.errors import SetupError
 from cllm.messages import Command, Report, StepReport, Stop, Submit
-from cllm.testing import FakeRunner
 from cllm.types import Prompt, Request, SamplingParams, Usage
+from tests.driver.fake_runner import FakeRunner
 
 Turns = list[tuple[int, int]]
 """The new tokens of each turn, and those of its answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,27 +30,9 @@ def make_unit(arguments: Sequence[str], directory: Path) -> str:
     command = " ".join(map(_quote, (sys.executable, "-m", "cllm", "serve", *arguments)))
     found = (f"{name}={os.environ[name]}" for name in _KEPT if os.environ.get(name))
     kept = "".join(f"Environment={_quote(each)}\n" for each in found)
-    return (
-        "[Unit]\n"
-        "Description=cllm, a server for GGUF models\n"
-        "\n"
-        "[Service]\n"
-        "Type=notify\n"
-        "TimeoutStartSec=infinity\n"  # a model may be pulled first
-        "WatchdogSec=60\n"
-        f"ExecStart={command}\n"
-        f"WorkingDirectory={str(directory).replace('%', '%%')}\n"
-        f"{kept}"
-        "Restart=on-failure\n"
-        "RestartSec=5\n"
-        "RestartPreventExitStatus=2\n"  # a setting or a file is wrong: starting again does not help
-        "KillMode=mixed\n"  # the server ends its workers itself
-        "TimeoutStopSec=60\n"
-        "NoNewPrivileges=yes\n"
-        "\n"
-        "[Install]\n"
-        "WantedBy=default.target\n"
-    )
+    values = {"command": command, "directory": str(directory).replace("%", "%%"), "kept": kept}
+    unit = Path(__file__).with_name("service.txt").read_text(encoding="utf-8")
+    return re.sub(r"#.*\n|{(\w+)}", lambda found: values[found[1]] if found[1] else "", unit)
 
 
 def _quote(word: str) -> str:

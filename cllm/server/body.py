@@ -3,6 +3,8 @@
 Null stands for a field that was left out, and 64.0 for 64: some languages have no integers. Other names of a
 field (`ALIASES`) are read as the field itself, and fields that a body does not know are ignored. A large
 body is decoded and converted on a thread, one at a time, tenants in turn.
+
+What a field means, and examples of it, are in `openapi.json`.
 """
 
 from __future__ import annotations
@@ -40,25 +42,12 @@ Result = TypeVar("Result")
 Read = Callable[[Any], Any]
 
 
-def about(description: str, *examples: Any, **bounds: Any) -> Meta:
-    """Make the description, examples and bounds of a field."""
-    return Meta(description=description, examples=[*examples] or None, **bounds)
-
-
 SourceText = Annotated[str, Meta(pattern=NO_NUL)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT, pattern=NO_NUL)]
 Name = Annotated[str, Meta(max_length=256)]
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    about("Returned unchanged: up to 16 texts", {"order": "17"}, max_length=16),
-]
-ModelName = Annotated[
-    Name | None,
-    Meta(
-        description="Name or alias of a served model; of a server with one model: any plain name",
-        examples=["SmolLM2-135M-Instruct"],
-    ),
-]
+MetadataText = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)]
+ModelName = Name | None
 TokenId = Annotated[int, Meta(ge=0)]
 TokenLimit = Annotated[int, Meta(ge=-1)]
 """A number of tokens to generate. -1 stands for as many as fit."""
@@ -75,7 +64,6 @@ class Body:
     """Field → the names it is read by, the first that a body has."""
     NULLS: ClassVar[frozenset[str]] = frozenset()
     """Fields where null has a meaning of its own."""
-    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
     OPTIONAL: ClassVar[bool] = False
     """A request may have no body at all."""
 

@@ -76,8 +76,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     events: bytes = b""  # an example of a stream
     lines: bytes = b""  # the same, where a stream is lines of JSON
     computes: bool = False  # the request goes through the queue
-    errors: Mapping[int, tuple[str, str, str]] = {}  # of this route alone: status → code, message, when
-    form: Mapping[str, Any] = {}  # the schema of a body that is a form
     several: bool = False  # it answers several prompts with a list
     shown: bool = True  # in the documentation
 

@@ -15,7 +15,7 @@ from msgspec.structs import force_setattr
 from cllm.adapters import AdapterScale
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_BIASES, MAX_OPTIONS, MAX_RECONNECT_S
-from cllm.server.body import Body, SourceText, StopText, TokenId, about
+from cllm.server.body import Body, SourceText, StopText, TokenId
 from cllm.types import MAX_INT32, SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_PRIORITY = 100
@@ -41,20 +41,18 @@ _FORMS = (  # name of the field, by vLLM's older name, kind
 class StructuredOutputs(msgspec.Struct, Body, kw_only=True):
     """Structured output in vLLM's words."""
 
-    json_schema: Annotated[
-        dict[str, Any] | SourceText | None, about("A JSON schema, also as text", {"type": "object"})
-    ] = msgspec.field(default=None, name="json")
-    json_object: Annotated[bool, about("Any JSON object")] = False
-    regex: Annotated[Grammar | None, about("A regular expression", "[0-9]+")] = None
-    choice: Annotated[Choices | None, about("Texts to choose from", ["red", "blue"])] = None
-    grammar: Annotated[Grammar | None, about("A grammar", 'root ::= "yes" | "no"')] = None
+    json_schema: dict[str, Any] | SourceText | None = msgspec.field(default=None, name="json")
+    json_object: bool = False
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
 
 
 class AdapterScaleBody(msgspec.Struct, Body, kw_only=True):
     """A LoRA adapter by its id, as llama-server has it."""
 
-    id: Annotated[int, about("Place in /lora-adapters, from 0", 0, ge=0, le=MAX_INT32)]
-    scale: Annotated[AdapterScale, about("Factor of what it adds; 0: off", 1.0)] = 0.0
+    id: Annotated[int, Meta(ge=0, le=MAX_INT32)]
+    scale: AdapterScale = 0.0
 
 
 AdapterScales = Annotated[tuple[AdapterScaleBody, ...], Meta(max_length=64)]
@@ -80,69 +78,31 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
 
     form: ClassVar[str] = ""
 
-    stream: Annotated[bool, about("Send server-sent events")] = False
-    timeout: Annotated[
-        Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None,
-        about("Seconds from acceptance to the last token, then 504; the server's limit applies too", 30),
-    ] = None
-    priority: Annotated[
-        int,
-        about("Higher goes first, -100 to 100 (the nearest counts); waiting adds one a second", **INT64),
-    ] = 0
-    reconnect_s: Annotated[
-        Annotated[float, Meta(ge=0, le=MAX_RECONNECT_S)] | None,
-        about("Seconds that a stream goes on after its connection is lost; its events have ids", 60),
-    ] = None
-    cache_prompt: Annotated[bool, about("Use the prefix cache: match from it and store to it")] = True
-    speculate: Annotated[bool, about("Allow speculative decoding; the text is the same either way")] = True
-    lora: Annotated[
-        AdapterScales | None,
-        about("LoRA adapters by id with their scales, as llama-server has it", [{"id": 0, "scale": 1.0}]),
-    ] = None
-    top_k: Annotated[int, about("Keep the k most likely tokens; 0 or -1: off", ge=-1, le=2**31 - 1)] = 40
+    stream: bool = False
+    timeout: Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None = None
+    priority: Annotated[int, Meta(**INT64)] = 0
+    reconnect_s: Annotated[float, Meta(ge=0, le=MAX_RECONNECT_S)] | None = None
+    cache_prompt: bool = True
+    speculate: bool = True
+    lora: AdapterScales | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 40
     dry_sequence_breakers: Annotated[
-        tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...],
-        about("DRY: texts that end a repeated sequence", max_length=8),
+        tuple[Annotated[str, Meta(min_length=1, max_length=16, pattern="^[^\0]*$")], ...], Meta(max_length=8)
     ] = ("\n", ":", '"', "*")
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        about("Token id (as text) → added to its logit", {"42": -100}),
-    ] = {}  # type: ignore[assignment]
-    seed: Annotated[
-        Annotated[int, Meta(**INT64)] | None,
-        about("The same seed gives the same text; none, -1 or 2^32 - 1: random", 7),
-    ] = None
-    min_tokens: Annotated[
-        int, about("Number of tokens that are generated before the answer may end", ge=0)
-    ] = 0
-    stop_token_ids: Annotated[
-        tuple[TokenId, ...], about("Tokens that end the answer, as end tokens do", [2], max_length=MAX_BIASES)
-    ] = ()
-    samplers: Annotated[
-        SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None,
-        about("Only these samplers, by llama.cpp's names or letters, in cllm's own order", "kt"),
-    ] = None
-    grammar: Annotated[
-        Grammar | None, about("The answer follows this GBNF or Lark grammar", 'root ::= "yes" | "no"')
-    ] = None
-    regex: Annotated[
-        Grammar | None, about("The whole answer matches this regular expression", "[0-9]{4}-[0-9]{2}")
-    ] = None
-    choice: Annotated[Choices | None, about("The answer is one of these texts", ["red", "blue"])] = None
-    json_schema: Annotated[
-        dict[str, Any] | None,
-        about("The answer is JSON that validates against this schema", {"type": "object"}),
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None, about("The same as vLLM has it", {"choice": ["red", "blue"]})
-    ] = None
-    guided_json: Annotated[
-        dict[str, Any] | SourceText | None,
-        about("`json_schema` by vLLM's older name, also as text", {"type": "object"}),
-    ] = None
-    guided_regex: Annotated[Grammar | None, about("`regex` by that name", "[0-9]+")] = None
-    guided_choice: Annotated[Choices | None, about("`choice` by that name", ["red", "blue"])] = None
-    guided_grammar: Annotated[Grammar | None, about("`grammar` by that name", 'root ::= "yes" | "no"')] = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] = {}  # type: ignore[assignment]
+    seed: Annotated[int, Meta(**INT64)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_BIASES)] = ()
+    samplers: SamplerName | Annotated[tuple[SamplerName, ...], Meta(max_length=64)] | None = None
+    grammar: Grammar | None = None
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    json_schema: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | SourceText | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -11,60 +11,17 @@ import msgspec
 
 from cllm import __version__
 from cllm.errors import InvalidRequest
+from cllm.server.body import Body
 from cllm.server.dialect import EVENTS, JSON, NDJSON, PLAIN, Dialect, HttpError, Route
-from cllm.server.examples import make_example
+from cllm.server.examples import TEXTS, find_example, make_example
 from cllm.server.middleware import ADMIN, OPEN
 
 REFERENCE = "#/components/schemas/{name}"
-ERRORS = {  # status → code and message of an example
-    400: ("invalid_request", "{field}: this field is required"),
-    401: ("invalid_api_key", "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
-    403: ("forbidden", "this server does not accept this Host header: add its name to --allowed-hosts"),
-    404: ("model_not_found", "this model does not exist: GET /v1/models lists the models served"),
-    408: ("request_timeout", "the body was not complete within 30 s"),
-    413: ("payload_too_large", "the body is over the limit of 8388608 bytes (--max-body-mb)"),
-    415: ("unsupported_media_type", "the body must be JSON: send it with 'Content-Type: application/json'"),
-    429: ("queue_full", "1024 requests are waiting and the queue holds 1024; try again in 3 s"),
-    431: ("headers_too_large", "the headers are over the limit of 32768 bytes"),
-    500: ("engine_died", "the engine process was ended by SIGSEGV"),
-    503: ("engine_not_ready", "the model is still loading"),
-    504: ("deadline_exceeded", "the request was not done within its 30 s: it was still waiting"),
-}
-WHEN = {
-    400: "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or "
-    "the model does not support the request",
-    401: "The server has API keys, and the request has none of them",
-    403: "The Host header is not a name of this server",
-    404: "No such model",
-    408: "The body took too long to arrive; inside a stream: the client does not read it (`slow_reader`)",
-    413: "The body is too large",
-    415: "The content type of the body is not JSON",
-    429: "The queue is full, or the key has reached its limits (`rate_limit_exceeded`)",
-    431: "The address and headers are too large",
-    500: "The engine died or failed",
-    503: "Loading, an engine that keeps crashing, or shutting down",
-    504: "The request's deadline passed before anything was sent",
-}
+
+
 _NO_ADMIN = "; or the key is not an admin's"
 _NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`)"
 _FOR_OPERATORS = "Needs an admin's API key where the server has keys; else a server on loopback."
-_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "A key, as `cllm keys new` makes them"},
-    "x-api-key": {
-        "type": "apiKey",
-        "in": "header",
-        "name": "x-api-key",
-        "description": "The same key, as Anthropic's clients send it",
-    },
-}
-_RETRY = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3}}
-_POSITION = {
-    "X-Queue-Position": {
-        "description": "Requests that waited for a slot, up to this one, when it was accepted; 0: none",
-        "schema": {"type": "integer"},
-        "example": 0,
-    }
-}
 
 
 def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, Any]:
@@ -75,8 +32,9 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
     found, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     references = dict(zip(kinds, found, strict=True))
     for body in bodies:
-        if body.EXAMPLE:
-            _resolve(schemas, references[body])["example"] = dict(body.EXAMPLE)
+        if example := find_example(body):
+            _resolve(schemas, references[body])["example"] = example
+    _describe_fields(schemas, Body)
     for field in (each for schema in schemas.values() for each in schema.get("properties", {}).values()):
         if field.keys() == {"enum"}:  # the tag of a struct in a union
             field["description"] = "Which of the forms this is"
@@ -93,9 +51,21 @@ def make_description(dialects: Sequence[Dialect], *, closed: bool) -> dict[str, 
             "version": __version__,
         },
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
+        "components": {"schemas": schemas, "securitySchemes": TEXTS.security},
         "tags": [{"name": name, "description": about} for name, about in tags.items()],
     }
+
+
+def _describe_fields(schemas: Mapping[str, Any], kind: Any) -> None:
+    """Add their descriptions and examples to the fields of all bodies."""
+    for each in kind.__subclasses__():
+        properties = schemas.get(each.__name__, {}).get("properties", {})
+        for field in msgspec.structs.fields(each) if properties else ():
+            owner = next(base for base in each.__mro__ if field.name in vars(base).get("__annotations__", ()))
+            if texts := TEXTS.fields.get(owner.__name__, {}).get(field.name):
+                said = {"description": texts[0]} | ({"examples": texts[1:]} if texts[1:] else {})
+                properties[field.encode_name] = said | properties[field.encode_name] | said
+        _describe_fields(schemas, each)
 
 
 def _get_kind(route: Route) -> Any:
@@ -139,8 +109,8 @@ def _describe(
         required = next(iter(schema.get("required", ())), None)
         named = named or "model" in schema.get("properties", ())
         described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
-    if route.form:
-        content = {"multipart/form-data": {"schema": route.form}}
+    if form := TEXTS.forms.get(f"{route.method} {route.path}"):
+        content = {"multipart/form-data": {"schema": form}}
         described["requestBody"] = {"content": content, "required": True}
     described["responses"] = _responses(
         route, _content(route, references.get(_get_kind(route))), required, named=named
@@ -171,21 +141,22 @@ def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
     if path in OPEN:
         return []
     roles = ["admin"] if path.startswith(ADMIN) else []
-    return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
+    return [*({name: roles} for name in TEXTS.security), *([] if closed else [{}])]
 
 
 def _responses(route: Route, content: dict[str, Any], required: str | None, *, named: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
-    statuses = {403, 431, *route.errors, *((404,) if named else ())}
+    own = TEXTS.errors.get(f"{route.method} {route.path}", {})
+    statuses = {403, 431, *own, *((404,) if named else ())}
     if route.path not in OPEN:
         statuses |= {401, 500, 503}
     if route.method == "POST":
         statuses |= {400, 408, 413, 415}
     if route.computes:
         statuses |= {429, 504}
-        found["200"]["headers"] = _POSITION
+        found["200"]["headers"] = TEXTS.headers["position"]
     for status in sorted(statuses):
-        code, message, when = route.errors.get(status) or (*ERRORS[status], WHEN[status])
+        code, message, when = own.get(status) or TEXTS.errors[""][status]
         field = required if status == 400 else None
         if status == 400 and field is None:  # no field is required
             message = "the body is not a JSON object"
@@ -199,5 +170,5 @@ def _responses(route: Route, content: dict[str, Any], required: str | None, *, n
             "content": {JSON: {"schema": {"type": "object"}, "example": route.dialect.make_error(error)}},
         }
         if status in (429, 503, 504):
-            found[str(status)]["headers"] = _RETRY
+            found[str(status)]["headers"] = TEXTS.headers["retry"]
     return found

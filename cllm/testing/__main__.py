@@ -2,6 +2,6 @@
 
 import sys
 
-from cllm.testing.scripted import main
+from cllm.testing.serve import main
 
 sys.exit(main(sys.argv[1:]))

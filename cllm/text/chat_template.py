@@ -18,9 +18,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
@@ -289,7 +290,7 @@ def _is_template(text: str) -> bool:
 # Built-in templates, by llama.cpp's names for them: for models that carry none ------------------------------
 
 
-class _Turns(NamedTuple):
+class Turns(msgspec.Struct, frozen=True):
     """Texts around each message. System text belongs to the turn of the user after it."""
 
     system: str
@@ -318,45 +319,7 @@ class _Turns(NamedTuple):
         )
 
 
-def _same(form: str, roles: str = "system user assistant", trim: bool = False) -> _Turns:
-    """Messages that differ in the name of their role only."""
-    system, user, assistant = (form.replace("ROLE", role) for role in roles.split())
-    return _Turns(system, user, assistant, assistant.split("{}")[0], trim=trim)
-
-
-_END = "<｜end▁of▁sentence｜>"
-_COMMAND = "<|START_OF_TURN_TOKEN|><|ROLE_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
-_TURNS = {
-    "chatml": _same("<|im_start|>ROLE\n{}<|im_end|>\n"),
-    "command-r": _same(_COMMAND, "SYSTEM USER CHATBOT", trim=True),
-    "deepseek": _Turns("{}", "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "### Response:\n"),
-    "deepseek2": _Turns("{}\n\n", "User: {}\n\n", "Assistant: {}" + _END, "Assistant:"),
-    "deepseek3": _Turns("{}\n\n", "<｜User｜>{}", "<｜Assistant｜>{}" + _END, "<｜Assistant｜>"),
-    "exaone3": _same("[|ROLE|]{}[|endofturn|]\n", trim=True)._replace(user="[|user|]{}\n"),
-    "falcon3": _same("<|ROLE|>\n{}\n"),
-    "gemma": _Turns(
-        *("{}\n\n", "{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"),
-        opening="<start_of_turn>model\n",
-        begin="<start_of_turn>user\n",
-        trim=True,
-    ),
-    "granite": _same("<|start_of_role|>ROLE<|end_of_role|>{}<|end_of_text|>\n"),
-    "llama2": _Turns("{}\n", "{} [/INST]", "{}</s>", begin="[INST] "),
-    "llama2-sys": _Turns("<<SYS>>\n{}\n<</SYS>>\n\n", "{} [/INST]", "{}</s>", begin="[INST] "),
-    "llama3": _same("<|start_header_id|>ROLE<|end_header_id|>\n\n{}<|eot_id|>", trim=True),
-    "mistral-v1": _Turns("{}\n\n", "{} [/INST]", " {}</s>", begin=" [INST] "),
-    "mistral-v3": _Turns("{}\n\n", "{}[/INST]", " {}</s>", begin="[INST] "),
-    "mistral-v3-tekken": _Turns("{}\n\n", "{}[/INST]", "{}</s>", begin="[INST]"),
-    "mistral-v7": _Turns("[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}</s>"),
-    "mistral-v7-tekken": _Turns("[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}</s>"),
-    "openchat": _same("GPT4 Correct ROLE: {}<|end_of_turn|>", "System User Assistant")._replace(
-        system="{}<|end_of_turn|>", opening="GPT4 Correct Assistant:"
-    ),
-    "phi3": _same("<|ROLE|>\n{}<|end|>\n"),
-    "phi4": _same("<|im_start|>ROLE<|im_sep|>{}<|im_end|>"),
-    "vicuna": _Turns("{}\n\n", "USER: {}\n", "ASSISTANT: {}</s>\n", "ASSISTANT:"),
-    "vicuna-orca": _Turns("SYSTEM: {}\n", "USER: {}\n", "ASSISTANT: {}</s>\n", "ASSISTANT:"),
-    "zephyr": _same("<|ROLE|>\n{}<|endoftext|>\n"),
+_FILE = Path(__file__).with_name("templates.toml").read_bytes()
+BUILTIN_TEMPLATES = {
+    name: turns.template() for name, turns in msgspec.toml.decode(_FILE, type=dict[str, Turns]).items()
 }
-
-BUILTIN_TEMPLATES = {name: turns.template() for name, turns in _TURNS.items()}

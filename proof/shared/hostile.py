@@ -17,6 +17,7 @@ import msgspec
 from cllm.limits import LIMITS, MAX_CONTAINERS, MAX_DEPTH, MAX_INPUTS, MAX_SOURCE, MAX_VALUES
 from cllm.server.dialect import Route
 from cllm.server.dialects import DIALECTS
+from cllm.server.examples import find_example
 
 MAX_BYTES = 8 << 20  # the default of --max-body-mb
 LARGE_EVERY = 50  # one request in this many may have megabytes
@@ -161,7 +162,10 @@ class HostileRequests:
         if turn % 2 and (costly := [field for field in fields if field in COSTLY]):
             name = draw.choice(costly)
         assert route.body is not None
-        base: dict[str, Any] = {**route.body.EXAMPLE, **{key: SHORT[key] for key in SHORT if key in fields}}
+        base: dict[str, Any] = {
+            **find_example(route.body),
+            **{key: SHORT[key] for key in SHORT if key in fields},
+        }
         base.pop(name, None)
         large = number % LARGE_EVERY == 0
         value = self._draw_large(draw) if large else self._draw(draw, name)

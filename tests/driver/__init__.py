@@ -1,7 +1,7 @@
 """How tests drive cllm. There are two ways, and every test uses one of them.
 
 **Step by step, in this process** (`tests.driver.engine`). `StepDriver` runs an `EngineCore` on the test's own
-thread, one step at a time, on any `ModelRunner`: the exact, instant `FakeRunner` of `cllm.testing`, or
+thread, one step at a time, on any `ModelRunner`: the exact, instant `FakeRunner`, or
 llama.cpp with a tiny model. Nothing runs between two steps, so a test can cancel, fail a native call or look
 into KV memory at a precise moment. After every step the driver checks the invariants (`docs/invariants.md`)::
 

@@ -36,9 +36,9 @@ from cllm.messages import (
     Submit,
     UseSlot,
 )
-from cllm.testing import FakeRunner, expected_text, expected_vector
-from cllm.testing.fake_runner import TOKEN_BITS, mark
+from cllm.testing.scripted import make_vector
 from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
+from tests.driver.fake_runner import TOKEN_BITS, FakeRunner, expected_text, mark
 from tests.driver.runner import CheckedRunner
 
 Tokens = tuple[int, ...]
@@ -383,7 +383,7 @@ class StepDriver:
         reason, request, answer = self.outcome(name), self.requests[name], self.answers[name]
         if request.embed:
             if reason is FinishReason.STOP:
-                assert answer.embeddings == tuple(map(expected_vector, request.embed))
+                assert answer.embeddings == tuple(map(make_vector, request.embed))
                 assert answer.work.prompt_tokens == sum(map(len, request.embed))
             else:
                 assert reason in (FinishReason.CANCELLED, FinishReason.ERROR) and answer.embeddings == ()

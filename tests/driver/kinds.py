@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cllm.backend.base import ModelRunner
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
-from cllm.testing import FakeRunner
+from tests.driver.fake_runner import FakeRunner
 
 Opened = Callable[..., ModelRunner]  # the fixture `opened`
 THREADS = int(os.environ.get("CLLM_THREADS", "1"))  # two on a busy machine wait for each other

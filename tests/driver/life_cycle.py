@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from cllm.backend.base import StepStatus
 from cllm.errors import EngineDied
 from cllm.messages import ClearCache
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 
 Path = tuple[str, ...]
 MAX_DRAIN_STEPS = 80

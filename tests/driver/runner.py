@@ -19,8 +19,8 @@ from cllm.backend.base import (
 )
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
-from cllm.testing import FakeRunner, FakeSampler
 from cllm.types import SamplingParams, TokenLogprob, Vocabulary
+from tests.driver.fake_runner import FakeRunner, FakeSampler
 
 GREEDY = SamplingParams(temperature=0)
 

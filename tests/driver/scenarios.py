@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import StepStatus
 from cllm.errors import EngineDied
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 from tests.profiles import is_random
 
 Fail = Callable[[int, str], Exception | StepStatus | None]

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cllm.testing import FakeRunner, FakeVocabulary
-from cllm.testing.fake_runner import END_TOKEN, VOCABULARY_SIZE
+from cllm.testing import FakeVocabulary
+from cllm.testing.scripted import END_TOKEN, VOCABULARY_SIZE
 from cllm.types import ConstraintSpec, FinishReason, SamplingParams
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 
 Tokens = tuple[int, ...]
 

@@ -17,7 +17,8 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.errors import ModelFileError, NotEnoughMemory, ShuttingDown
-from cllm.testing import expected_text, say
+from cllm.testing import say
+from tests.driver.fake_runner import expected_text
 from tests.driver.server import PATIENCE_S, alive, environment, find_workers, wait_for
 
 GREEDY = SamplingParams(temperature=0)

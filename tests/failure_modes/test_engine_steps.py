@@ -13,9 +13,9 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
 from cllm.messages import Cancel
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver, ask, words
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.kinds import DENSE, Kind, Opened
 from tests.driver.runner import feed
 from tests.driver.same_text import Reference

@@ -29,8 +29,9 @@ from cllm.errors import (
 )
 from cllm.frontend import async_calls
 from cllm.frontend.engine_client import EngineClient
-from cllm.testing import CHAT_TEMPLATE, FakeRunner, ScriptedRunner, say
+from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.types import SamplingOptions
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.server import wait_for
 from tests.driver.thread_engine import make_llm
 

@@ -19,7 +19,7 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded
 from cllm.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
-from cllm.server.body import Body, ModelName, StopText, TokenLimit, about, run_in_turn
+from cllm.server.body import Body, ModelName, StopText, TokenLimit, run_in_turn
 from cllm.server.dialect import Dialect, encode_named, get_status
 from cllm.server.dialects.openai import bodies
 from cllm.server.examples import make_example
@@ -42,9 +42,6 @@ _FIELDS = {  # of a block, by its type; a block of any other type is replaced by
     "image": ("source",),
 }
 _NEEDED = {"text": "text", "tool_use": "name", "thinking": "thinking"}
-_TEXT = {"type": "text", "text": bodies.QUESTION}
-_TOOL = {"name": "now", "input_schema": {}}
-_FORM = {"type": "json_schema", "schema": bodies.SCHEMA}
 
 
 class AnthropicDialect(Dialect):
@@ -83,26 +80,16 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     prefixes are always cached.
     """
 
-    type: Annotated[str, about("`text`, `tool_use`, `tool_result`, `thinking`, `document` …", "text")]
-    text: Annotated[str | None, about("The text; control tokens in it stay plain text", bodies.QUESTION)] = (
-        None
-    )
-    id: bodies.CallId = None
-    name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
     input: bodies.Arguments = "{}"
-    tool_use_id: Annotated[str | None, about("The call that this answers", "toolu_1")] = None
-    content: Annotated[
-        str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)] | None,
-        about("The result of a call: text, or blocks of text", "Rain", [_TEXT]),
-    ] = None
-    source: Annotated[
-        bodies.JsonValue,
-        about(
-            "A picture: `data` in base64; an address is refused", {"type": "base64", "data": "iVBORw0KGgo="}
-        ),
-    ] = None
-    is_error: Annotated[bool, about("The call failed: `Error: ` is put before the content")] = False
-    thinking: Annotated[str | None, about("Reasoning, for templates that repeat it", bodies.REASONING)] = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)] | None = None
+    source: bodies.JsonValue = None
+    is_error: bool = False
+    thinking: str | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -183,14 +170,8 @@ def join_system(content: Blocks) -> str:
 class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
-    role: Annotated[
-        Literal["user", "assistant", "system"],
-        about("The author; `system`: instructions, where the template takes them"),
-    ]
-    content: Annotated[
-        Blocks,
-        about("Text, or blocks: text, tool calls and their results, reasoning", bodies.QUESTION, [_TEXT]),
-    ]
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
 
     def add_to(self, builder: chats.MessageBuilder) -> None:
         """Add the message to those of a conversation. Raises InvalidRequest."""
@@ -207,19 +188,19 @@ class AnthropicMessage(msgspec.Struct, Body, kw_only=True):
 class AnthropicTool(msgspec.Struct, Body, kw_only=True):
     """A tool of the client. `cache_control` is ignored."""
 
-    type: Annotated[Literal["custom"] | None, about("May be left out", "custom")] = "custom"
+    type: Literal["custom"] | None = "custom"
     name: bodies.FunctionName
-    description: bodies.ToolDescription = None
-    input_schema: Annotated[dict[str, Any], about("JSON schema of its arguments", bodies.PARAMETERS)]
+    description: str | None = None
+    input_schema: dict[str, Any]
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
 
 
 class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["auto", "any", "tool", "none"], about("`any`, `tool`: one must be called")]
-    name: Annotated[bodies.FunctionName | None, about("With `tool`: its name", "get_weather")] = None
-    disable_parallel_tool_use: Annotated[bool, about("At most one call in an answer")] = False
+    type: Literal["auto", "any", "tool", "none"]
+    name: bodies.FunctionName | None = None
+    disable_parallel_tool_use: bool = False
 
     def __post_init__(self) -> None:
         if (self.type == "tool") != (self.name is not None):
@@ -227,35 +208,34 @@ class ToolChoiceBody(msgspec.Struct, Body, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["enabled", "disabled", "adaptive"], about("The template's `enable_thinking`")]
+    type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: bodies.ReasoningBudget = None
 
 
 class JsonFormat(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["json_schema"], about("Always `json_schema`")]
-    schema: Annotated[dict[str, Any], about("Of the answer", bodies.SCHEMA)]
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, Body, kw_only=True):
-    effort: Annotated[bodies.Effort, about("A variable for the chat template: `reasoning_effort`")] = None
-    format: Annotated[JsonFormat | None, about("A schema for the answer", _FORM)] = None
+    effort: bodies.Effort = None
+    format: JsonFormat | None = None
 
 
 class CountBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
-    EXAMPLE = {"messages": bodies.MESSAGES}
 
     model: ModelName = None
     messages: Annotated[list[AnthropicMessage], bodies.CONVERSATION]
-    system: Annotated[Blocks | None, about("Instructions", "Be brief.")] = None
-    tools: Annotated[list[AnthropicTool], about("Tools to call", [_TOOL], max_length=MAX_TOOLS)] = []
-    tool_choice: Annotated[ToolChoiceBody | None, about(bodies.TOOL_CHOICE, {"type": "auto"})] = None
-    thinking: Annotated[ThinkingBody | None, about("Reasoning, on or off", {"type": "disabled"})] = None
-    output_config: Annotated[OutputConfig | None, about("Schema, effort", {"effort": "low"})] = None
-    output_format: Annotated[JsonFormat | None, about("`output_config.format` before", _FORM)] = None
-    temperature: Annotated[float, about("0 is greedy", ge=0, le=1)] = 0.8
+    system: Blocks | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] = 0.8
     chat_template_kwargs: bodies.TemplateOptions = None
 
     @classmethod
@@ -301,16 +281,9 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
-    EXAMPLE = {"max_tokens": 64, "messages": bodies.MESSAGES}
-
-    max_tokens: Annotated[
-        TokenLimit | None, about("Maximum tokens to generate, reasoning included; -1: as many as fit", 64)
-    ]
-    stop_sequences: Annotated[
-        tuple[StopText, ...],
-        about("Stop strings; they are not part of the answer", ["\n\n"], max_length=MAX_STOPS),
-    ] = ()
-    metadata: Annotated[dict[str, Any] | None, about("Ignored", {"user_id": "ann"})] = None
+    max_tokens: TokenLimit | None
+    stop_sequences: Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)] = ()
+    metadata: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

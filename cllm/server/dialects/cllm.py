@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -17,7 +18,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_VALUES
 from cllm.messages import Detokenize, Text
-from cllm.server.body import Body, ModelName, TokenId, TokenLimit, about
+from cllm.server.body import Body, ModelName, TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, Dialect, encode
 from cllm.server.dialects.openai.bodies import Stops
 from cllm.server.generation import GenerationBody
@@ -47,15 +48,10 @@ cllm = CllmDialect()
 class GenerateBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /generate` and `/generate_stream`."""
 
-    EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
-
     model: ModelName = None
-    prompt: Annotated[str, about("Raw text; no chat template is applied", "Once upon a time", min_length=1)]
-    max_tokens: Annotated[
-        TokenLimit | None,
-        about("Maximum number of tokens to generate; clamped to what fits; -1: as many as fit"),
-    ] = 256
-    stop: Annotated[Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
+    prompt: Annotated[str, Meta(min_length=1)]
+    max_tokens: TokenLimit | None = 256
+    stop: Stops = ()
 
     def __post_init__(self) -> None:
         self.set_limit("max_tokens")
@@ -64,19 +60,15 @@ class GenerateBody(GenerationBody, frozen=True, kw_only=True):
 class EncodeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /encode`."""
 
-    EXAMPLE = {"text": "Once upon a time"}
-
     model: ModelName = None
-    text: Annotated[str, about("Text to tokenise; control tokens in it are plain text", "Once upon a time")]
+    text: str
 
 
 class DecodeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /decode`."""
 
-    EXAMPLE = {"tokens": [403, 253]}
-
     model: ModelName = None
-    tokens: Annotated[list[TokenId], about("Token ids of this model", [1, 2, 3], max_length=MAX_VALUES)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_VALUES)]
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 from cllm.chat.conversation import Conversation, Pictures
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_CHOICES, MAX_PROMPTS
-from cllm.server.body import Body, ModelName, TokenId, about
-from cllm.server.dialects.openai.bodies import NO_MEDIA, STOP, ChatBody, Stops
+from cllm.server.body import Body, ModelName, TokenId
+from cllm.server.dialects.openai.bodies import NO_MEDIA, ChatBody, Stops
 from cllm.server.dialects.openai.completions import decode_piece
 from cllm.server.examples import make_example
 from cllm.server.generation import SAMPLER_NAMES, GenerationBody, get_sampling_bounds, is_token_id
@@ -28,10 +28,8 @@ MEDIA_MARKER = "<__media__>"
 class PromptObject(msgspec.Struct, Body, kw_only=True):
     """A prompt in an object, as it comes beside pictures; without them it is its text."""
 
-    prompt_string: Annotated[str, about("The text", "1+1=")]
-    multimodal_data: Annotated[
-        list[Any] | None, about(f"Pictures in base64, each in the place of a `{MEDIA_MARKER}`", None)
-    ] = None
+    prompt_string: str
+    multimodal_data: list[Any] | None = None
 
     def take_pictures(self, pictures: Pictures) -> None:
         """Move the pictures to those of the request, and write their markers. Raises InvalidRequest."""
@@ -79,44 +77,20 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
         "repetition_penalty": ("repeat_penalty", "repetition_penalty"),
         "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
     }
-    EXAMPLE = {"prompt": "1+1=", "n_predict": 8}
 
     model: ModelName = None
-    prompt: Annotated[
-        Prompts,
-        about(
-            "Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
-            "1+1=",
-            [12, " and ", 34],
-        ),
-    ]
-    n_predict: Annotated[
-        int,
-        about("Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit, 0: none", ge=-1),
-    ] = -1
-    n_cmpl: Annotated[int, about("Answers to each prompt", ge=1, le=MAX_CHOICES)] = 1
-    stop: Annotated[Stops | None, about(STOP, ["\n\n"])] = None
-    n_probs: Annotated[
-        int, about("Log-probabilities of this many most likely tokens; 0: none", ge=0, le=MAX_PROBS)
-    ] = 0
-    post_sampling_probs: Annotated[
-        bool, about("Give probabilities after top_k, top_p, min_p and temperature, not before")
-    ] = False
-    return_tokens: Annotated[bool, about("Give the ids of the generated tokens")] = False
-    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
-    timings_per_token: Annotated[bool, about("Give timings in every event")] = False
-    response_fields: Annotated[
-        tuple[Annotated[str, Meta(max_length=256)], ...],
-        about(
-            "Give only these fields; `a/b` is the field b of a",
-            ["content", "generation_settings/n_predict"],
-            max_length=64,
-        ),
-    ] = ()
-    n_indent: Annotated[int, about("Stop at a line that is indented by less than this", ge=0)] = 0
-    t_max_predict_ms: Annotated[
-        int, about("Stop at the first line break after this time of generation; 0: never", ge=-1)
-    ] = 0
+    prompt: Prompts
+    n_predict: Annotated[int, Meta(ge=-1)] = -1
+    n_cmpl: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stops | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] = 0
+    post_sampling_probs: bool = False
+    return_tokens: bool = False
+    return_progress: bool = False
+    timings_per_token: bool = False
+    response_fields: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
+    n_indent: Annotated[int, Meta(ge=0)] = 0
+    t_max_predict_ms: Annotated[int, Meta(ge=-1)] = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -158,36 +132,17 @@ class LlamaCompletionBody(GenerationBody, frozen=True, kw_only=True):
 class SnippetBody(msgspec.Struct, Body, kw_only=True):
     """A snippet of another file of the project."""
 
-    text: Annotated[str, about("The text of the snippet", "def add(a, b): ...")]
-    filename: Annotated[str, about("The file it comes from", "util.py", max_length=4096)] = "tmp"
+    text: str
+    filename: Annotated[str, Meta(max_length=4096)] = "tmp"
 
 
 class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
     """`POST /infill`: the fields of `/completion`, and the text around the gap."""
 
-    EXAMPLE = {
-        "input_prefix": "def add(a, b):\n    return ",
-        "input_suffix": "\n\nprint(add(1, 2))\n",
-        "n_predict": 16,
-    }
-
-    input_prefix: Annotated[
-        str, about("The text before the gap; if it is too long, its end is kept", "def add(")
-    ]
-    input_suffix: Annotated[
-        str, about("The text after the gap; if too long, its start is kept", "):\n    return a + b\n")
-    ]
-    input_extra: Annotated[
-        tuple[SnippetBody, ...],
-        about(
-            "Snippets of other files, as context",
-            [{"filename": "util.py", "text": "def add(a, b): ..."}],
-            max_length=1024,
-        ),
-    ] = ()
-    prompt: Annotated[
-        str, about("The start of the text in the gap; control tokens in it are parsed", "a, ")
-    ] = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[tuple[SnippetBody, ...], Meta(max_length=1024)] = ()
+    prompt: str = ""
 
     def gap(self, max_tokens: int) -> Gap:
         """The gap, in a text that is cut to `max_tokens`."""
@@ -199,31 +154,26 @@ class InfillBody(LlamaCompletionBody, frozen=True, kw_only=True):
 class LlamaTokenizeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /tokenize`."""
 
-    EXAMPLE = {"content": "1+1="}
     ALIASES = {"content": ("content", "prompt"), "add_special": ("add_special", "add_special_tokens")}
 
     model: ModelName = None
-    content: Annotated[
-        str | list[str | TokenId], about("Text to tokenise, or texts and token ids mixed", "1+1=")
-    ] = ""
-    add_special: Annotated[bool, about("Add the model's own start tokens")] = False
-    parse_special: Annotated[bool, about("Parse control tokens in the text")] = True
-    with_pieces: Annotated[bool, about("Give the text of each token, too")] = False
+    content: str | list[str | TokenId] = ""
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
 
 class LlamaDetokenizeBody(msgspec.Struct, Body, kw_only=True):
     """`POST /detokenize`."""
 
-    EXAMPLE = {"tokens": [33, 27, 33, 45]}
-
     model: ModelName = None
-    tokens: Annotated[tuple[TokenId, ...], about("Token ids", [33, 27, 33, 45])] = ()
+    tokens: tuple[TokenId, ...] = ()
 
 
 class ApplyTemplateBody(ChatBody, frozen=True, kw_only=True):
     """`POST /apply-template`."""
 
-    add_generation_prompt: Annotated[bool, about("End where the answer begins")] = True
+    add_generation_prompt: bool = True
 
     def conversation(self, *, sees: bool = False) -> Conversation:
         found = super().conversation(sees=sees)
@@ -237,7 +187,7 @@ class SlotBody(msgspec.Struct, Body, kw_only=True):
     OPTIONAL = True
 
     model: ModelName = None
-    filename: Annotated[str, about("Name of the saved slot; `erase` needs none", "slot.bin")] = ""
+    filename: str = ""
 
 
 # Responses ---------------------------------------------------------------------------------------------

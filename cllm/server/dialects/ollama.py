@@ -35,9 +35,6 @@ from cllm.server.timings import get_timings
 from cllm.types import TokenLogprob, Usage
 
 POLL_S = 0.5  # between two lines about a pull
-_NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
-_NAME_TAKEN = ("invalid_request", "the name 'assistant' is taken: choose another one", "The name is taken")
-_NOT_REMOVED = ("invalid_request", "x is used by process 4711: unload it first", "It is in use, or embedded")
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
 
 
@@ -361,14 +358,14 @@ def _make_look(reference: HubReference) -> Callable[[], ProgressLine]:
     return lambda: ProgressLine("pulling", digest, total, max(0, total - pull.missing_bytes()))
 
 
-@ollama.post("/api/copy", errors={400: _NAME_TAKEN, 404: _NOT_FOUND})
+@ollama.post("/api/copy")
 async def copy(body: shapes.CopyBody, http: HttpRequest) -> Response:
     """Give a served model one more name, until the server ends; the answer is empty."""
     get_registry(http).add_alias(body.source, shapes.strip_tag(body.destination))
     return Response()
 
 
-@ollama.delete("/api/delete", ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
+@ollama.delete("/api/delete", ProgressLine("success"))
 async def delete(body: shapes.DeleteBody) -> ProgressLine:
     """Remove a model from this machine; one that is loaded is refused."""
     try:

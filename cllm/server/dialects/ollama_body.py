@@ -17,7 +17,7 @@ from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
 from cllm.limits import MAX_INPUTS, MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body, about
+from cllm.server.body import Body
 from cllm.server.dialect import encode_line
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
@@ -37,28 +37,14 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
 
-OllamaName = Annotated[
-    str, about("Its name, also with `:latest` (also `name`)", MODEL, min_length=1, max_length=1024)
-]
+OllamaName = Annotated[str, Meta(min_length=1, max_length=1024)]
+_DURATION_TEXT = {"type": "string", "maxLength": MAX_DURATION}
 KeepAlive = Annotated[
-    Any,
-    about(
-        "How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
-        "5m",
-        300,
-        extra_json_schema={
-            "anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]
-        },
-    ),
+    Any, Meta(extra_json_schema={"anyOf": [{"type": "number", "minimum": -1}, _DURATION_TEXT]})
 ]
 """Seconds or None, as `OllamaBody.prepare` reads it."""
-Format = Annotated[
-    Literal["", "json"] | dict[str, Any] | None,
-    about("`json`: any JSON object; or a JSON schema", "json", bodies.SCHEMA),
-]
-Think = Annotated[
-    bool | Literal["low", "medium", "high"] | None, about("Reasoning, on or off, or how much", False)
-]
+Format = Literal["", "json"] | dict[str, Any] | None
+Think = bool | Literal["low", "medium", "high"] | None
 
 
 def parse_seconds(value: Any) -> float:
@@ -80,7 +66,6 @@ class OllamaBody(msgspec.Struct, Body, kw_only=True):
     """Common fields of Ollama's routes about one model."""
 
     ALIASES = {"model": ("model", "name")}
-    EXAMPLE = {"model": MODEL}
 
     model: OllamaName
 
@@ -100,11 +85,9 @@ class OllamaOptions(GenerationBody, frozen=True, kw_only=True):
         "penalty_last_n": ("repeat_last_n", "penalty_last_n"),
     }
 
-    num_predict: Annotated[
-        int, about("Maximum number of tokens to generate; below 1: as many as fit", ge=-(2**31), le=2**31 - 1)
-    ] = -1
-    stop: Annotated[bodies.Stops, about("Texts that end the answer and are not part of it", ["\n\n"])] = ()
-    format: Annotated[Format, about("Ignored: the body's counts")] = None
+    num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = -1
+    stop: bodies.Stops = ()
+    format: Format = None
 
     def form_schema(self) -> dict[str, Any] | None:
         return {"type": "object"} if self.format == "json" else self.format or None
@@ -120,16 +103,13 @@ _OPTION_NAMES = frozenset({*OllamaOptions.__struct_fields__, "max_tokens"} - {"f
 class OllamaAnswerBody(OllamaBody, kw_only=True):
     """Common fields of `/api/chat` and `/api/generate`."""
 
-    stream: Annotated[bool, about("Send the answer in pieces, a line of JSON each")] = True
+    stream: bool = True
     format: Format = None
-    options: Annotated[
-        OllamaOptions,
-        about("Sampling, in Ollama's names and in cllm's", {"temperature": 0, "num_predict": 32}),
-    ] = msgspec.field(default_factory=OllamaOptions)
+    options: OllamaOptions = msgspec.field(default_factory=OllamaOptions)
     think: Think = None
     keep_alive: KeepAlive = None
-    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[bodies.TopLogprobs, about("And of this many most likely tokens")] = 0
+    logprobs: bool = False
+    top_logprobs: bodies.TopLogprobs = 0
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -170,26 +150,23 @@ class OllamaAnswerBody(OllamaBody, kw_only=True):
 class OllamaToolCall(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier answer."""
 
-    id: Annotated[str | None, about("Its id, if it has one", "call_1")] = None
-    function: Annotated[bodies.CalledFunction, about("The tool and its arguments", {"name": "now"})]
+    id: str | None = None
+    function: bodies.CalledFunction
 
 
-Images = Annotated[list[str] | None, about("Pictures in base64, for a model that takes them", None)]
+Images = list[str] | None
 
 
 class OllamaMessage(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], about("The author")]
-    content: Annotated[str | None, about("The text", bodies.QUESTION)] = None
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
     images: Images = None
-    thinking: bodies.ReasoningText = None
-    tool_calls: Annotated[
-        Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None,
-        about("Tool calls of an earlier answer", [{"function": {"name": "now", "arguments": {}}}]),
-    ] = None
-    tool_name: Annotated[str | None, about("The tool whose result this is", "now")] = None
-    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
+    thinking: bodies.JsonValue = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.thinking, str):
@@ -211,23 +188,8 @@ class OllamaMessage(msgspec.Struct, Body, kw_only=True):
 class OllamaChatBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/chat`."""
 
-    EXAMPLE = {"model": MODEL, "messages": bodies.MESSAGES, "stream": False, "options": {"num_predict": 32}}
-
-    messages: Annotated[
-        list[OllamaMessage],
-        about(
-            "The conversation; without any the model is only loaded, or unloaded",
-            bodies.MESSAGES,
-            max_length=MAX_MESSAGES,
-        ),
-    ] = []
-    tools: Annotated[
-        Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None,
-        about(
-            "Functions the model may call",
-            [{"type": "function", "function": {"name": "now", "description": "The time"}}],
-        ),
-    ] = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] = []
+    tools: Annotated[list[bodies.ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -250,17 +212,13 @@ class OllamaChatBody(OllamaAnswerBody, kw_only=True):
 class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
     """`POST /api/generate`."""
 
-    EXAMPLE = {"model": MODEL, "prompt": bodies.QUESTION, "stream": False, "options": {"num_predict": 32}}
-
-    prompt: Annotated[
-        str, about("The question; without one the model is only loaded, or unloaded", bodies.QUESTION)
-    ] = ""
-    suffix: Annotated[str, about("The text after the gap that the answer fills", ")")] = ""
-    system: Annotated[str, about("Instructions", "Be brief.")] = ""
-    raw: Annotated[bool, about("Complete the prompt as it is: no chat template")] = False
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    raw: bool = False
     images: Images = None
-    template: Annotated[str, about("Refused: the server's `--chat-template` sets it", "")] = ""
-    context: Annotated[list[int] | None, about("Refused: `/api/chat` takes earlier messages", None)] = None
+    template: str = ""
+    context: list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,17 +250,9 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
 class OllamaEmbedBody(OllamaBody, kw_only=True):
     """`POST /api/embed`."""
 
-    EXAMPLE = {"model": MODEL, "input": ["The cat sat."]}
-
-    input: Annotated[
-        str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)],
-        about(f"A text or texts; at most {MAX_INPUTS}", "The cat sat.", ["The cat sat."]),
-    ]
-    truncate: Annotated[bool, about("Cut inputs that are too long; else they are refused")] = True
-    dimensions: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        about("Keep only the first dimensions, scaled to length 1 again", 64),
-    ] = None
+    input: str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)]
+    truncate: bool = True
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
     keep_alive: KeepAlive = None
 
     @property
@@ -314,9 +264,7 @@ class OllamaEmbedBody(OllamaBody, kw_only=True):
 class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
     """`POST /api/embeddings`, the older form of `/api/embed`."""
 
-    EXAMPLE = {"model": MODEL, "prompt": "The cat sat."}
-
-    prompt: Annotated[str, about("A text", "The cat sat.")] = ""
+    prompt: str = ""
     keep_alive: KeepAlive = None
 
 
@@ -327,24 +275,18 @@ class ShowBody(OllamaBody, kw_only=True):
 class PullBody(OllamaBody, kw_only=True):
     """`POST /api/pull`."""
 
-    EXAMPLE = {"model": "hf.co/USER/REPO:Q4_K_M"}
-
-    stream: Annotated[bool, about("Send the progress, a line of JSON each")] = True
+    stream: bool = True
 
 
 class DeleteBody(OllamaBody, kw_only=True):
     """`DELETE /api/delete`."""
 
-    EXAMPLE = {"model": "hf:USER/REPO:Q4_K_M"}
-
 
 class CopyBody(msgspec.Struct, Body, kw_only=True):
     """`POST /api/copy`."""
 
-    EXAMPLE = {"source": MODEL, "destination": "assistant"}
-
-    source: Annotated[str, about("A name of a served model", MODEL, min_length=1, max_length=1024)]
-    destination: Annotated[str, about("One more name for it", "assistant", min_length=1, max_length=256)]
+    source: Annotated[str, Meta(min_length=1, max_length=1024)]
+    destination: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 # Responses ---------------------------------------------------------------------------------------------
@@ -425,9 +367,9 @@ CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI")
     ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
 )
 GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = encode_line(GenerateAnswer(**_HEAD, response="AI", thinking=bodies.REASONING)) + encode_line(
-    GenerateAnswer(**_HEAD, response="", **_END)
-)
+GENERATE_LINES = encode_line(
+    GenerateAnswer(**_HEAD, response="AI", thinking="The user wants to know what AI is.")
+) + encode_line(GenerateAnswer(**_HEAD, response="", **_END))
 
 
 class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):

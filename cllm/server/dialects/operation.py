@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -19,7 +19,7 @@ from cllm.errors import EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.served_model import ModelStatus, ServedModel
-from cllm.server.body import Body, ModelName, about
+from cllm.server.body import Body, ModelName
 from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
 from cllm.server.job_store import JobDatabase, JobStore
@@ -41,39 +41,22 @@ operation = OperationDialect()
 class ReloadBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/reload`."""
 
-    EXAMPLE = {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}
-
-    model: Annotated[
-        str,
-        about(
-            "GGUF file in --model-dir; empty: read the served file again",
-            "SmolLM2-360M-Instruct-Q8_0.gguf",
-            max_length=1024,
-        ),
-    ] = ""
+    model: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class ModelNameBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/models/load` and `/admin/models/unload`."""
 
-    EXAMPLE = {"model": "SmolLM2-135M-Instruct"}
-
-    model: Annotated[
-        str, about("Name or alias of a served model", "SmolLM2-135M-Instruct", min_length=1, max_length=256)
-    ]
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class AdapterBody(msgspec.Struct, Body, kw_only=True):
     """`POST /admin/adapters`."""
 
-    EXAMPLE = {"name": "sql", "file": "sql-lora-f16.gguf"}
-
     model: ModelName = None
-    name: Annotated[AdapterName, about("Requests for MODEL:NAME use it", "sql")]
-    file: Annotated[
-        str, about("GGUF file in --model-dir", "sql-lora-f16.gguf", min_length=1, max_length=1024)
-    ]
-    scale: Annotated[AdapterScale, about("Factor of what it adds to the weights' products")] = 1.0
+    name: AdapterName
+    file: Annotated[str, Meta(min_length=1, max_length=1024)]
+    scale: AdapterScale = 1.0
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,47 +173,6 @@ _METRICS = (
     "# TYPE cllm_requests_running gauge\n"
     "cllm_requests_running 3.0\n"
 )
-_NOT_CLEARED = (
-    "storage_failed",
-    "files of the disk cache could not be removed: Permission denied",
-    "What is on disk may come back at the next start; slots and RAM are clear",
-)
-_NOT_RELOADED = (
-    "reload_failed",
-    "another model is being loaded already; try again when it serves",
-    "The model could not be changed; the old one serves on",
-)
-_BUSY = (
-    "model_busy",
-    "SmolLM2-135M-Instruct has 3 requests; try again when they have ended",
-    "Requests need the model",
-)
-_ADAPTER_TAKEN = (
-    "adapter_busy",
-    "there is an adapter sql: unload it first, or choose another name",
-    "The name is taken",
-)
-_ADAPTER_BUSY = (
-    "adapter_busy",
-    "adapter sql has 3 requests; try again when they have ended",
-    "Requests need the adapter",
-)
-_NO_ADAPTER = (
-    "model_not_found",
-    "no adapter 'sql' is loaded here; those that are: none",
-    "No adapter has this name",
-)
-_DOES_NOT_FIT = (
-    "model_does_not_fit",
-    "Qwen3-30B-A3B does not fit (host: needs 33012 MiB, limit 15360 MiB); give it less context, or raise "
-    "--models-memory-mb",
-    "The model needs more than the limit leaves beside those that are kept",
-)
-_NO_REQUEST = (
-    "not_found",
-    "no request of this id waits or runs: GET /debug/requests lists them",
-    "It has ended, or was never here",
-)
 
 
 def get_health(http: HttpRequest) -> Health:
@@ -316,7 +258,7 @@ async def debug_requests(http: HttpRequest) -> RequestsResponse:
     return RequestsResponse(requests)
 
 
-@operation.post("/admin/cache/clear", errors={507: _NOT_CLEARED})
+@operation.post("/admin/cache/clear")
 async def clear_cache(http: HttpRequest) -> CacheClearedResponse:
     """Forget every cached prefix: in slots, in RAM, on disk and saved; and all stored responses.
 
@@ -337,7 +279,7 @@ async def list_models(http: HttpRequest) -> ModelsResponse:
     )
 
 
-@operation.post("/admin/models/load", errors={507: _DOES_NOT_FIT})
+@operation.post("/admin/models/load")
 async def load_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Load a model, and wait until it serves. One that failed a moment ago is tried again at once."""
     find_model(http, body.model).try_again()
@@ -345,7 +287,7 @@ async def load_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     return _describe(http, body.model)
 
 
-@operation.post("/admin/models/unload", errors={409: _BUSY})
+@operation.post("/admin/models/unload")
 async def unload_model(body: ModelNameBody, http: HttpRequest) -> ModelStatus:
     """Unload a model that no request needs; its prefixes are saved."""
     await get_registry(http).unload(find_model(http, body.model))
@@ -361,7 +303,7 @@ async def list_adapters(http: HttpRequest) -> AdaptersResponse:
     )
 
 
-@operation.post("/admin/adapters", errors={409: _ADAPTER_TAKEN})
+@operation.post("/admin/adapters")
 async def load_adapter(body: AdapterBody, http: HttpRequest) -> AdapterStatus:
     """Load a LoRA adapter; streams go on meanwhile. A file that does not suit the model is refused."""
     await use_engine(http, body.model)
@@ -370,7 +312,7 @@ async def load_adapter(body: AdapterBody, http: HttpRequest) -> AdapterStatus:
     return _describe_adapter(model, await asyncio.shield(loading))  # to its end, if the client leaves
 
 
-@operation.delete("/admin/adapters/{name}", errors={404: _NO_ADAPTER, 409: _ADAPTER_BUSY})
+@operation.delete("/admin/adapters/{name}")
 async def unload_adapter(name: str, http: HttpRequest) -> AdapterStatus:
     """Unload a LoRA adapter that no request needs; of several models, that of `?model=`."""
     engine = await use_engine(http)
@@ -395,7 +337,7 @@ def _describe(http: HttpRequest, name: str) -> ModelStatus:
     return model.describe(default=model is get_registry(http).default)
 
 
-@operation.post("/admin/reload", errors={409: _NOT_RELOADED})
+@operation.post("/admin/reload")
 async def reload(body: ReloadBody, http: HttpRequest) -> ReloadResponse:
     """Load a model beside the one that serves, then change over; running streams end on the old one."""
     info, limits = loaded(await find_model(http).reload(body.model))
@@ -412,9 +354,9 @@ async def live(http: HttpRequest) -> Response:
     return StreamingResponse(events, headers=headers, media_type=EVENTS, background=ended)
 
 
-@operation.post("/admin/requests/{request_id}/cancel", errors={404: _NO_REQUEST})
+@operation.post("/admin/requests/{request_id}/cancel")
 async def cancel(request_id: str, http: HttpRequest) -> CancelledResponse:
     """End a request that waits or runs; its client gets what there is of the answer."""
     if not get_registry(http).cancel(request_id):
-        raise NotFound(_NO_REQUEST[1])
+        raise NotFound("no request of this id waits or runs: GET /debug/requests lists them")
     return CancelledResponse(request_id)

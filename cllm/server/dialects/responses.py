@@ -32,7 +32,7 @@ from cllm.server.dialects.openai.batches import NUMBER, DeletedObject, get_jobs
 from cllm.server.dialects.openai.bodies import drop_nulls
 from cllm.server.dialects.openai.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.dialects.responses_body import OutputReasoning, OutputText, ResponseObject, ResponsesBody
-from cllm.server.job_store import NOT_STORED, STORES_NOTHING, JobDatabase, StoredObject
+from cllm.server.job_store import STORES_NOTHING, JobDatabase, StoredObject
 from cllm.server.sse import BlockRenderer, EventStream, StreamEvent, encode_events, make_event
 from cllm.server.submit import make_request, use_engine
 from cllm.text.call_parser import parse_object
@@ -53,7 +53,6 @@ _STATUSES = {
 _EVENTS = {"cancelled": "failed"}  # the event of a status, where it has another name
 LINGER_S = 600.0  # for the events of a background response that has ended
 CANCEL_S = 10.0  # for a step to end
-_NOT_FOUND = {404: ("not_found", NOT_STORED, "No such response")}
 _encode = msgspec.json.Encoder().encode
 decode_items = msgspec.json.Decoder(list[shapes.ResponseItem]).decode
 
@@ -428,7 +427,7 @@ async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 
-@responses.get(f"{ROUTE}/{{response_id}}", EXAMPLE, errors=_NOT_FOUND)
+@responses.get(f"{ROUTE}/{{response_id}}", EXAMPLE)
 async def retrieve(response_id: str, http: HttpRequest) -> Any:
     """Return a stored response, or a background one as far as it has come.
 
@@ -464,7 +463,7 @@ async def _stop(response_id: str, http: HttpRequest) -> StoredObject:
     return stored
 
 
-@responses.post(f"{ROUTE}/{{response_id}}/cancel", EXAMPLE, errors=_NOT_FOUND)
+@responses.post(f"{ROUTE}/{{response_id}}/cancel", EXAMPLE)
 async def cancel(response_id: str, http: HttpRequest) -> Response:
     """Cancel a background response; one that has ended stays as it is."""
     stored = await _stop(response_id, http)
@@ -473,7 +472,7 @@ async def cancel(response_id: str, http: HttpRequest) -> Response:
     return Response(stored.record, media_type=JSON)
 
 
-@responses.delete(f"{ROUTE}/{{response_id}}", DeletedObject("resp_1", "response"), errors=_NOT_FOUND)
+@responses.delete(f"{ROUTE}/{{response_id}}", DeletedObject("resp_1", "response"))
 async def delete(response_id: str, http: HttpRequest) -> DeletedObject:
     """Forget a stored response; those that continue it cannot be continued any more."""
     store, tenant = get_jobs(http)

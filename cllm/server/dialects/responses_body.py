@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body, Metadata, Name, TokenLimit, about
+from cllm.server.body import Body, Metadata, Name, TokenLimit
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.text.chat_format import Tool
@@ -32,10 +32,8 @@ _FIELDS = {  # of an item, by its kind; items of other kinds say nothing here
 class ResponseTool(bodies.FunctionBody, kw_only=True):
     """A function, or a custom tool: its argument is a text, the model sees a function with one `input`."""
 
-    type: Annotated[Literal["function", "custom"], about("The kind of tool")]
-    format: Annotated[
-        dict[str, Any] | None, about("A grammar in it is shown to the model, not enforced", {"type": "text"})
-    ] = None
+    type: Literal["function", "custom"]
+    format: dict[str, Any] | None = None
 
     def tool(self) -> Tool:
         if self.type == "function":
@@ -68,29 +66,16 @@ def join_text(content: str | list[bodies.ContentPart], builder: chats.MessageBui
 class ResponseItem(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
     """A message, reasoning, a tool call of any type, or its output."""
 
-    type: Annotated[
-        str | None, about("`message`, `reasoning`, `…_call`, `…_call_output`; others are skipped", "message")
-    ] = None
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"] | None, about("The author of a message", "user")
-    ] = None
-    content: Annotated[
-        str | Parts | None,
-        about("Text, or parts of text; control tokens in it stay plain text", bodies.QUESTION, [bodies.PART]),
-    ] = None
-    summary: Annotated[
-        Parts | None,
-        about("Of reasoning, used where there is no `content`", [{"type": "summary_text", "text": "…"}]),
-    ] = None
-    call_id: Annotated[str | None, about("The id of a call, from the response", "call_1")] = None
-    name: Annotated[str | None, about("The tool that was called", "get_weather")] = None
+    type: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Parts | None = None
+    summary: Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
     arguments: bodies.Arguments = None
-    input: Annotated[bodies.JsonValue, about("The argument of a custom tool", "ls")] = None
-    action: Annotated[bodies.JsonValue, about("What another tool did", {"command": ["ls"]})] = None
-    output: Annotated[
-        str | Parts | dict[str, Any] | None,
-        about("The result of a call: text, or parts of text", "12 degrees, rain"),
-    ] = None
+    input: bodies.JsonValue = None
+    action: bodies.JsonValue = None
+    output: str | Parts | dict[str, Any] | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -159,25 +144,17 @@ def take_items(value: Any) -> Any:
 
 
 class NamedTool(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["function", "custom"], about("The kind of tool")]
+    type: Literal["function", "custom"]
     name: bodies.FunctionName
 
 
 class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
     """The tool that must be called, or those that may be."""
 
-    type: Annotated[
-        Literal["function", "custom", "allowed_tools"],
-        about("`allowed_tools`: only these may be called; else: this one must be called"),
-    ]
-    name: Annotated[bodies.FunctionName | None, about("One of the tools", "now")] = None
-    mode: Annotated[
-        Literal["auto", "required"] | None, about("Whether one of the allowed tools must be called", "auto")
-    ] = None
-    tools: Annotated[
-        Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None,
-        about("Some of the tools", [{"type": "function", "name": "now"}]),
-    ] = None
+    type: Literal["function", "custom", "allowed_tools"]
+    name: bodies.FunctionName | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +165,11 @@ class ResponseToolChoice(msgspec.Struct, Body, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
-    type: Annotated[Literal["text", "json_object", "json_schema"], about("The format of the answer")]
-    name: Annotated[Name | None, about("Of the schema; ignored", "answer")] = None
-    description: Annotated[str | None, about("Ignored", "An age")] = None
-    schema: Annotated[dict[str, Any] | None, about("The schema that the answer matches", bodies.SCHEMA)] = (
-        None
-    )
-    strict: Annotated[bool | None, about("Ignored: the schema always applies", True)] = None
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.schema is not None):
@@ -202,22 +177,17 @@ class TextFormat(msgspec.Struct, Body, kw_only=True, omit_defaults=True):
 
 
 class TextBody(msgspec.Struct, Body, kw_only=True):
-    format: Annotated[
-        TextFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
-    ] = None
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, about("Ignored", "low")] = None
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningBody(msgspec.Struct, Body, kw_only=True):
     effort: bodies.Effort = None
-    summary: Annotated[
-        Annotated[str, Meta(max_length=32)] | None,
-        about("Ignored: reasoning is returned in full, not summarised", "auto"),
-    ] = None
+    summary: Annotated[str, Meta(max_length=32)] | None = None
 
 
 class ConversationName(msgspec.Struct, Body, kw_only=True):
-    id: Annotated[Name | None, about("A stored conversation; none: a new one", "conv_1")] = None
+    id: Name | None = None
 
 
 Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -227,57 +197,25 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     form = "text.format"
-    EXAMPLE = {"input": bodies.QUESTION, "max_output_tokens": 64}
 
-    input: Annotated[
-        Annotated[str, Meta(min_length=1)] | Items,
-        about(
-            "A question, or items: messages, calls and their outputs, reasoning",
-            bodies.QUESTION,
-            bodies.MESSAGES,
-        ),
-    ]
-    instructions: Annotated[
-        str | Items | None, about("A system message before the input, or items", "Be brief.")
-    ] = None
-    tools: Annotated[
-        tuple[ResponseTool, ...],
-        about("Functions the model may call", [{"type": "function", "name": "now"}], max_length=MAX_TOOLS),
-    ] = ()
-    tool_choice: Annotated[bodies.ToolMode | ResponseToolChoice, about(bodies.TOOL_CHOICE)] = "auto"
-    parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
-    text: Annotated[
-        TextBody | None, about("The format of the answer", {"format": {"type": "json_object"}})
-    ] = None
-    reasoning: Annotated[ReasoningBody | None, about("How much to reason", {"effort": "low"})] = None
-    max_output_tokens: Annotated[
-        TokenLimit | None, about("Maximum tokens, reasoning included; null or -1: as many as fit", 64)
-    ] = None
-    top_logprobs: Annotated[
-        bodies.TopLogprobs | None, about("Log-probabilities of this many most likely tokens", 2)
-    ] = None
-    include: Annotated[
-        tuple[Name, ...], about(f"`{LOGPROBS}` is honoured, others ignored", [LOGPROBS], max_length=32)
-    ] = ()
-    store: Annotated[
-        bool, about("Keep the response for `previous_response_id`, while there is room for it")
-    ] = True
+    input: Annotated[str, Meta(min_length=1)] | Items
+    instructions: str | Items | None = None
+    tools: Annotated[tuple[ResponseTool, ...], Meta(max_length=MAX_TOOLS)] = ()
+    tool_choice: bodies.ToolMode | ResponseToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    max_output_tokens: TokenLimit | None = None
+    top_logprobs: bodies.TopLogprobs | None = None
+    include: Annotated[tuple[Name, ...], Meta(max_length=32)] = ()
+    store: bool = True
     metadata: Metadata = {}
-    truncation: Annotated[
-        Literal["auto", "disabled"], about("Nothing is truncated: input that does not fit is refused")
-    ] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: bodies.TemplateOptions = None
-    previous_response_id: Annotated[
-        Name | None, about("A stored response, whose conversation is continued", None)
-    ] = None
-    conversation: Annotated[
-        Name | ConversationName | None,
-        about("A stored conversation, which is continued; {}: a new one", {"id": "conv_1"}),
-    ] = None
-    prompt: Annotated[dict[str, Any] | None, about("Refused: no prompts are stored", None)] = None
-    background: Annotated[
-        bool, about("Answer at once, with the response as it is; `GET /v1/responses/{id}` shows the rest")
-    ] = False
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationName | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool = False
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cllm.core.kv_cache import prefix_cache
-from cllm.testing import FakeRunner
 from tests.driver.disk import DiskGate, Start
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.step_cost import StepCostModel
 from cllm.core.step_groups import AdapterTurns
 from cllm.messages import AdapterDone, LoadAdapter, Report, UnloadAdapter
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver, words
+from tests.driver.fake_runner import FakeRunner
 
 STEP_S, SWITCH_S = 0.01, 0.005
 

@@ -18,7 +18,7 @@ from cllm.messages import (
     TokenLists,
 )
 from cllm.server.dialects.openai.embeddings import to_vector
-from cllm.testing import END_TOKEN, FakeRunner
+from cllm.testing.scripted import END_TOKEN
 from cllm.types import (
     EmbedLimits,
     Failure,
@@ -31,6 +31,7 @@ from cllm.types import (
 )
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 

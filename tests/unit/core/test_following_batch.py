@@ -8,10 +8,9 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.core.scheduler import FollowingBatch
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.messages import Cancel, Stop
-from cllm.testing import FakeRunner
-from cllm.testing.fake_runner import expected_text
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver, ask
+from tests.driver.fake_runner import FakeRunner, expected_text
 
 TOKENS = 20
 

@@ -11,10 +11,9 @@ import pytest
 from cllm.backend.base import BatchKind, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Rows
-from cllm.testing import FakeRunner
-from cllm.testing.fake_runner import MEDIA_WIDTH
 from cllm.types import FinishReason, Prompt, SamplingParams, Span, make_pseudo_ids
 from tests.driver.engine import StepDriver, words
+from tests.driver.fake_runner import MEDIA_WIDTH, FakeRunner
 
 Media = dict[str, Rows]
 ENDLESS = SamplingParams(ignore_eos=True)

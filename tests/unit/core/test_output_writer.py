@@ -8,10 +8,9 @@ from cllm.backend.base import Batch, StepResult
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.messages import Report, StepReport
-from cllm.testing import FakeRunner
-from cllm.testing.fake_runner import expected_text
 from cllm.types import Prompt, Request, SamplingParams
 from tests.driver.engine import prepare_at_once
+from tests.driver.fake_runner import FakeRunner, expected_text
 
 TOKENS = 5
 PROMPT = tuple(b"prompt")

@@ -11,9 +11,9 @@ import pytest
 from cllm.backend.base import KVState, StepStatus
 from cllm.core.kv_cache.tiers import Entry
 from cllm.core.step_cost import StepShape
-from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner, expected_text
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
 

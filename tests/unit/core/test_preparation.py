@@ -12,8 +12,8 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
 from cllm.messages import Cancel, Report, StepReport, Stop, Submit
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Prompt, Request, RequestOutput, SamplingParams
+from tests.driver.fake_runner import FakeRunner
 
 LIMIT_S = 10.0
 PENALISED = SamplingParams(dry_multiplier=0.5, seed=1)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cllm.errors import EngineError
-from cllm.testing.fake_runner import END_TOKEN, TURN
+from cllm.testing.scripted import END_TOKEN, TURN
 from cllm.types import (
     ConstraintKind,
     ConstraintSpec,

@@ -9,9 +9,9 @@ import pytest
 from cllm.backend.base import StepResult, StepStatus
 from cllm.errors import IntegrityError
 from cllm.messages import Report, StepReport, Wake
-from cllm.testing import FakeRunner
 from cllm.types import FinishReason, RequestOutput
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 
 
 class Recorder(StepDriver):

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import StepStatus
-from cllm.testing import FakeRunner
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
 pytestmark = pytest.mark.usefixtures("short_prefixes")

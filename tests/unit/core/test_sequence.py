@@ -11,8 +11,8 @@ from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import CellSegment, KVLayout, SlotPool, share_cells
 from cllm.errors import EngineError
-from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
-from cllm.testing.fake_runner import END_TOKEN, TURN
+from cllm.testing import FakeVocabulary
+from cllm.testing.scripted import END_TOKEN, TURN
 from cllm.types import (
     FinishReason,
     Limits,
@@ -22,6 +22,7 @@ from cllm.types import (
     SamplingParams,
     TokenLogprob,
 )
+from tests.driver.fake_runner import FakeRunner, FakeSampler
 
 LIMITS = Limits(sequences=2, cells=64, sequence_cells=64, request_tokens=64, batch_tokens=8, unified=True)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cllm.core.kv_cache.slot_choice import Gaps
 from cllm.core.step_cost import StepCost, StepCostModel
-from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver, words
+from tests.driver.fake_runner import FakeRunner, expected_text
 from tests.unit.core.test_prefix_cache import failing
 
 SYSTEM = words(1, 200)

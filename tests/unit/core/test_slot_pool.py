@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cllm.core.slot_pool import SlotLease, SlotPool
 from cllm.errors import IntegrityError
-from cllm.testing import FakeRunner
+from tests.driver.fake_runner import FakeRunner
 
 
 def test_slots_are_leased_lowest_first_and_never_shared() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cllm.core.drafts import DraftState, NgramDrafter, NgramIndex, PredictionDrafter
 from cllm.core.spec_decode import DecodeStep, SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
-from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner, expected_text
 
 # Few different tokens, so that texts repeat themselves.
 TEXTS = st.lists(st.integers(0, 3), max_size=60)

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import Drafter, StepStatus
-from cllm.testing import FakeRunner, expected_text, next_token
+from cllm.testing.scripted import next_token
 from cllm.types import FinishReason, Prompt, Request, SamplingParams
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner, expected_text
 from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
 pytestmark = pytest.mark.usefixtures("short_prefixes")

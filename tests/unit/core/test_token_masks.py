@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from cllm.core import scheduler, token_masks
 from cllm.core.sequence import Sequence
 from cllm.core.stopping import ReasoningBudget, Stopping
-from cllm.testing import FakeRunner, next_token
-from cllm.testing.fake_runner import END_TOKEN
+from cllm.testing.scripted import END_TOKEN, next_token
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Prompt, ReasoningLimit, Request
 from tests.driver.engine import StepDriver
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.written import PROMPT, WrittenRunner, answer, foresight
 from tests.profiles import examples
 

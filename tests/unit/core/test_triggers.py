@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.testing import FakeVocabulary
-from cllm.testing.fake_runner import TURN
+from cllm.testing.scripted import TURN
 from cllm.text.structured_output import GrammarCompiler, TriggerWatch
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks
 from tests.driver.written import PROMPT, WideVocabulary, answer

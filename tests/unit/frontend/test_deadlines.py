@@ -8,8 +8,8 @@ from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import Cancel
-from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Prompt, Request, SamplingParams
+from tests.driver.fake_runner import FakeRunner, expected_text
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadExecutor
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 

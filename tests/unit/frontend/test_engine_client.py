@@ -20,10 +20,10 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestState, Stage
 from cllm.frontend.tenants import Tenant
 from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
-from cllm.testing import FakeRunner
 from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
 from cllm.workers.executor import ProcessExecutor, Receive
 from cllm.workers.supervisor import Backoff
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadTokenizer
 
 

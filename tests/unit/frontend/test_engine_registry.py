@@ -31,9 +31,9 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.served_model import Memory, ModelState, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.messages import Command, Died, Ready
-from cllm.testing import FakeRunner
 from cllm.types import Health, Prompt, Request, TenantLimits
 from cllm.workers.executor import ProcessExecutor, Receive
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadTokenizer
 from tests.profiles import examples
 from tests.unit.frontend.test_request_queue import Clock

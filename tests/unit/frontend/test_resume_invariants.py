@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cllm.frontend.request_queue import Stage
 from cllm.messages import Command, Died, Report, StepReport, Submit
-from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.testing import FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import (
     ConstraintKind,
@@ -25,6 +25,7 @@ from cllm.types import (
 )
 from cllm.workers.executor import ProcessExecutor, Receive
 from tests.driver.engine import Answer, StepDriver
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream, ThreadTokenizer
 from tests.profiles import examples
 

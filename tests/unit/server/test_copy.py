@@ -12,7 +12,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import ServedModel
 from cllm.server.app import create_app
-from cllm.testing import FakeRunner
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 

@@ -17,8 +17,8 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
 from cllm.server import sse
 from cllm.server.app import create_app
-from cllm.testing import FakeRunner
-from cllm.testing.scripted import CHAT_TEMPLATE
+from cllm.testing import CHAT_TEMPLATE
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 from tests.unit.server.test_sse import ROUTES, Client
 

@@ -13,7 +13,10 @@ import pytest
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
-from cllm.testing import FakeRunner
+from cllm.server.body import Body
+from cllm.server.dialects import DIALECTS
+from cllm.server.examples import TEXTS
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 KEY = "a-key-of-the-owner"
@@ -123,6 +126,19 @@ def test_the_example_of_an_answer_fits_its_schema(method: str, path: str, route:
     told = route["responses"]["200"]["content"].get("application/json")
     if told is not None:
         jsonschema.validate(told["example"], {**told["schema"], "components": DESCRIPTION["components"]})
+
+
+def test_the_texts_are_of_fields_and_routes_that_there_are() -> None:
+    todo, known = [Body], {}
+    while todo:
+        todo += (kind := todo.pop()).__subclasses__()
+        known[kind.__name__] = set(vars(kind).get("__annotations__", ()))
+    assert TEXTS.examples.keys() <= known.keys()
+    for name, fields in TEXTS.fields.items():
+        assert fields.keys() <= known[name], name
+    assert TEXTS.errors.keys() - {""} <= {
+        f"{each.method} {each.path}" for one in DIALECTS for each in one.routes
+    }
 
 
 def test_every_schema_is_used() -> None:

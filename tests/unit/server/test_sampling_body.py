@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cllm.errors import InvalidRequest
+from cllm.server.examples import TEXTS
 from cllm.server.generation import GenerationBody
 from cllm.types import SEED_SPACE, SamplingParams
 
@@ -31,11 +32,11 @@ def test_an_empty_body_samples_by_the_defaults() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_parameter_is_a_field_with_a_description(name: str) -> None:
-    description = FIELD_HINTS[name].__metadata__[0].description
-    assert description
-    if name not in DIFFERENT:
+    if name in DIFFERENT:
+        assert TEXTS.fields["GenerationBody"][name]
+    else:
         assert FIELDS[name].default == PARAMETERS[name].default
-        assert description == HINTS[name].__metadata__[0].description
+        assert FIELD_HINTS[name].__metadata__[0].description == HINTS[name].__metadata__[0].description
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS.keys() - DIFFERENT - {"ignore_eos"}))

@@ -15,8 +15,8 @@ from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.messages import Submit
 from cllm.server.app import create_app
-from cllm.testing import FakeRunner
 from cllm.types import Request, TenantLimits
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [

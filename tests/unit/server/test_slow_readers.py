@@ -11,8 +11,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.dialects.cllm import events
 from cllm.server.sse import EventStream
-from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Prompt, Request, SamplingParams
+from tests.driver.fake_runner import FakeRunner, expected_text
 from tests.driver.thread_engine import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)

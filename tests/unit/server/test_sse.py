@@ -25,9 +25,9 @@ from cllm.server import sse
 from cllm.server.app import create_app
 from cllm.server.dialect import COMMENT, DONE
 from cllm.server.dialects.cllm import cllm, events
-from cllm.testing import FakeRunner
-from cllm.testing.scripted import CHAT_TEMPLATE
+from cllm.testing import CHAT_TEMPLATE
 from cllm.types import Failure, FinishReason, RequestOutput
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -15,7 +15,7 @@ from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS
 from cllm.server.app import FOLDER, POLICY, create_app, list_files, read_file
-from cllm.testing import FakeRunner
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "vendor" / "manifest.json").read_text())

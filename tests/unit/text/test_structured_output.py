@@ -25,7 +25,7 @@ from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_MASK_MS
 from cllm.messages import Prepare, Report, StepReport
-from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.testing import FakeVocabulary
 from cllm.text import structured_output
 from cllm.text.prompt import RawText
 from cllm.text.structured_output import GrammarCompiler, MaskBuilder, _allocated_bytes
@@ -40,6 +40,7 @@ from cllm.types import (
     SamplingParams,
 )
 from cllm.workers.tokenizer import TokenizerWorker
+from tests.driver.fake_runner import FakeRunner
 from tests.driver.masks import get_mask
 from tests.profiles import examples
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cllm.backend.base import ModelRunner, StepStatus
 from cllm.config import EngineConfig
-from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.testing import FakeVocabulary
 from cllm.workers.engine_worker import main
 from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
+from tests.driver.fake_runner import FakeRunner
 
 
 def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:

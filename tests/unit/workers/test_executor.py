@@ -15,10 +15,10 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.messages import Submit, Text, TokenizeTexts
-from cllm.testing import expected_text
 from cllm.types import FinishReason, Health, Prompt, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
 from cllm.workers.supervisor import Backoff, Supervisor
+from tests.driver.fake_runner import expected_text
 from tests.driver.server import wait_for
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
 

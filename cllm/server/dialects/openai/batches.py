@@ -20,9 +20,8 @@ from starlette.responses import FileResponse, Response
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.limits import MAX_FILE_BYTES, MAX_UPLOADS, check
-from cllm.server.answer_log import NO_STREAM
 from cllm.server.batches import BatchObject, Endpoint, FileObject, LineErrors, read_lines
-from cllm.server.body import Body, Metadata, Name, about
+from cllm.server.body import Body, Metadata, Name
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.chat import EXAMPLE_EVENTS
 from cllm.server.dialects.operation import CancelledResponse
@@ -33,10 +32,6 @@ from cllm.server.sse import resume_stream
 MAX_LISTED = 10_000
 WINDOW = re.compile(r"(\d{1,4})([mhd])")
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
-FULL = ("storage_failed", "300 bytes do not fit: 1024 of 1024 bytes are in use (--job-store-mb)", "No room")
-_NO_FILE = {404: ("not_found", "there is no file with this id", "No such file")}
-_NO_STREAM = {404: ("not_found", NO_STREAM, "No such stream, or none any more")}
-_NO_BATCH = {404: ("not_found", "there is no batch with this id", "No such batch")}
 _encode, _replace = msgspec.json.Encoder().encode, msgspec.structs.replace
 NUMBER = r"[0-9]{1,10}"  # Python refuses to read one of thousands of digits
 _decode_batch = msgspec.json.Decoder(BatchObject).decode
@@ -47,23 +42,17 @@ Listed = TypeVar("Listed", FileObject, BatchObject)
 class Expiry(msgspec.Struct, Body, kw_only=True):
     """When a file is deleted."""
 
-    anchor: Annotated[Literal["created_at"], about("From when seconds count")] = "created_at"
-    seconds: Annotated[Annotated[int, Meta(ge=1, le=10**9)], about("Age at which it is deleted", 86400)]
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Meta(ge=1, le=10**9)]
 
 
 class BatchBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/batches`."""
 
-    EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-
-    input_file_id: Annotated[Name, about("A file of purpose `batch`", "file-1")]
-    endpoint: Annotated[Endpoint, about("The route of all lines")]
-    completion_window: Annotated[
-        str, about("What is not computed by then expires: minutes, hours or days", "24h", max_length=8)
-    ] = "24h"
-    output_expires_after: Annotated[
-        Expiry | None, about("When the files of answers are deleted", {"seconds": 86400})
-    ] = None
+    input_file_id: Name
+    endpoint: Endpoint
+    completion_window: Annotated[str, Meta(max_length=8)] = "24h"
+    output_expires_after: Expiry | None = None
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
@@ -106,17 +95,6 @@ class DeletedObject(msgspec.Struct):
     deleted: bool = True
 
 
-FORM = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "One JSON request a line"},
-        "purpose": {"type": "string", "description": "`batch`", "examples": ["batch"]},
-        "expires_after[seconds]": {"type": "integer", "description": "Age at which it is deleted"},
-    },
-}
-
-
 def get_jobs(http: HttpRequest) -> tuple[JobStore, str]:
     """The store of the app, and the tenant that asks."""
     return http.app.state.jobs, http.scope["state"]["tenant"].name
@@ -133,7 +111,7 @@ def read_page(http: HttpRequest, most: int) -> tuple[int, str | None, bool]:
 # Files ------------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/files", form=FORM, errors={507: FULL})
+@openai.post("/v1/files")
 async def upload_file(http: HttpRequest) -> FileObject:
     """Upload a file of requests: multipart, with the fields `file` and `purpose`."""
     store, tenant = get_jobs(http)
@@ -188,14 +166,14 @@ async def list_files(http: HttpRequest) -> FileList:
     return FileList.make(data, more=len(found) > limit)
 
 
-@openai.get("/v1/files/{file_id}", errors=_NO_FILE)
+@openai.get("/v1/files/{file_id}")
 async def retrieve_file(file_id: str, http: HttpRequest) -> FileObject:
     """Return what is known of a file."""
     store, tenant = get_jobs(http)
     return _decode_file((await store.run(JobDatabase.get, "file", tenant, file_id)).record)
 
 
-@openai.get("/v1/files/{file_id}/content", '{"custom_id": "1", …}', errors=_NO_FILE)
+@openai.get("/v1/files/{file_id}/content", '{"custom_id": "1", …}')
 async def get_content(file_id: str, http: HttpRequest) -> Response:
     """Return the content of a file."""
     store, tenant = get_jobs(http)
@@ -203,7 +181,7 @@ async def get_content(file_id: str, http: HttpRequest) -> Response:
     return FileResponse(store.get_path(file_id), media_type="application/octet-stream")
 
 
-@openai.delete("/v1/files/{file_id}", errors=_NO_FILE)
+@openai.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, http: HttpRequest) -> DeletedObject:
     """Delete a file, unless a batch that runs reads it."""
     store, tenant = get_jobs(http)
@@ -221,7 +199,7 @@ async def delete_file(file_id: str, http: HttpRequest) -> DeletedObject:
 # Batches ----------------------------------------------------------------------------------------------
 
 
-@openai.post("/v1/batches", errors={**_NO_FILE, 507: FULL})
+@openai.post("/v1/batches")
 async def create_batch(body: BatchBody, http: HttpRequest) -> BatchObject:
     """Run the requests of a file in idle time.
 
@@ -284,14 +262,14 @@ async def list_batches(http: HttpRequest) -> BatchList:
     return BatchList.make(data, more=len(found) > limit)
 
 
-@openai.get("/v1/batches/{batch_id}", errors=_NO_BATCH)
+@openai.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Return a batch, with the counts of its lines."""
     store, tenant = get_jobs(http)
     return await _describe(store, await store.run(JobDatabase.get, "batch", tenant, batch_id))
 
 
-@openai.post("/v1/batches/{batch_id}/cancel", errors=_NO_BATCH)
+@openai.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
     """Cancel a batch: lines that run end, and the answers so far become its files."""
     store, tenant = get_jobs(http)
@@ -310,7 +288,7 @@ async def cancel_batch(batch_id: str, http: HttpRequest) -> BatchObject:
 # Streams ------------------------------------------------------------------------------------------------
 
 
-@openai.get("/v1/streams/{stream_id}", events=EXAMPLE_EVENTS, errors=_NO_STREAM)
+@openai.get("/v1/streams/{stream_id}", events=EXAMPLE_EVENTS)
 async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
     """Return the events of a stream after the one of `Last-Event-ID`, or all, then those to come.
 
@@ -319,7 +297,7 @@ async def follow_stream(stream_id: str, http: HttpRequest) -> Response:
     return resume_stream(http, stream_id)
 
 
-@openai.delete("/v1/streams/{stream_id}", errors=_NO_STREAM)
+@openai.delete("/v1/streams/{stream_id}")
 async def cancel_stream(stream_id: str, http: HttpRequest) -> CancelledResponse:
     """Cancel the answer of a stream."""
     http.app.state.logs.find(http.scope["state"]["tenant"].name, stream_id)[0].cancel()

@@ -11,64 +11,25 @@ from msgspec import Meta
 
 from cllm.chat import conversation as chats
 from cllm.limits import MAX_CHOICES, MAX_MESSAGES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS
-from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit, about
+from cllm.server.body import FUNCTION_NAME, Body, ModelName, Name, StopText, TokenLimit
 from cllm.server.generation import GenerationBody, RepeatNames
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
-QUESTION = "What is AI?"
-MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-REASONING = "The user wants to know what AI is."
-PREDICTION = "def add(a, b):"
-PART = {"type": "text", "text": QUESTION}
-PICTURE = {"url": "data:image/png;base64,iVBORw0KGgo="}
-SOUND = {"data": "UklGRiQAAABXQVZF", "format": "wav"}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
-CONVERSATION = about(
-    "The conversation; an assistant message at its end is continued",
-    MESSAGES,
-    min_length=1,
-    max_length=MAX_MESSAGES,
-)
+CONVERSATION = Meta(min_length=1, max_length=MAX_MESSAGES)
 
-FunctionName = Annotated[
-    str, about("Letters, digits, `_`, `-` and `.`, at most 256", "get_weather", pattern=FUNCTION_NAME)
-]
-# In the history: as a client has it, whatever it is.
-CalledName = Annotated[str, about("The tool that was called", "get_weather")]
-CallId = Annotated[str | None, about("The id from the response", "call_1")]
-Arguments = Annotated[
-    Any,
-    about(
-        "Its arguments, as JSON text or as an object",
-        "{}",
-        extra_json_schema={"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]},
-    ),
-]
+FunctionName = Annotated[str, Meta(pattern=FUNCTION_NAME)]
+_KINDS = [{"type": "object"}, {"type": "string"}, {"type": "null"}]
+Arguments = Annotated[Any, Meta(extra_json_schema={"anyOf": _KINDS})]
 """Read by `write_arguments`."""
 JsonValue = Annotated[
     Any, Meta(extra_json_schema={"type": ["object", "array", "string", "number", "boolean", "null"]})
 ]
 ToolMode = Literal["none", "auto", "required", "any"]
-TemplateOptions = Annotated[
-    Annotated[dict[str, Any], Meta(max_length=32)] | None,
-    about("Variables for the chat template", {"enable_thinking": False}),
-]
-ToolDescription = Annotated[
-    str | None, about("What the tool does and when to call it, for the model", "The weather in a city, now")
-]
-ReasoningBudget = Annotated[
-    Annotated[int, Meta(ge=-1)] | None, about("Tokens of reasoning; 0: none, -1: no limit", 1024)
-]
-Effort = Annotated[
-    Annotated[str, Meta(max_length=32)] | None,
-    about("A variable for the chat template; `none` switches reasoning off", "low"),
-]
+TemplateOptions = Annotated[dict[str, Any], Meta(max_length=32)] | None
+ReasoningBudget = Annotated[int, Meta(ge=-1)] | None
+Effort = Annotated[str, Meta(max_length=32)] | None
 Stops = StopText | Annotated[tuple[StopText, ...], Meta(max_length=MAX_STOPS)]
-STOP = "Texts that end the answer and are not part of it; an empty one is none"
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -112,30 +73,24 @@ class OpenAIFields(GenerationBody, frozen=True, kw_only=True):
     ALIASES = {"repetition_penalty": RepeatNames}
 
     model: ModelName = None
-    user: Annotated[Name | None, about("Ignored", "ann")] = None
-    stop: Annotated[Stops | None, about(STOP, ["\n\n"])] = None
+    user: Name | None = None
+    stop: Stops | None = None
 
 
 class SchemaFormat(msgspec.Struct, Body, kw_only=True):
     """A JSON schema with a name."""
 
-    name: Annotated[Name, about("Ignored")] = "answer"
-    schema: Annotated[dict[str, Any], about("The JSON schema that the answer validates against", SCHEMA)]
-    strict: Annotated[bool | None, about("Ignored: the answer always validates", True)] = None
+    name: Name = "answer"
+    schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, Body, kw_only=True):
     """The form of the answer."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        about("`text`, `json_object` (any JSON object), or `json_schema` (validates against it)"),
-    ]
-    json_schema: Annotated[
-        SchemaFormat | None,
-        about("The schema; required by the type `json_schema`", {"name": "answer", "schema": SCHEMA}),
-    ] = None
-    schema: Annotated[dict[str, Any] | None, about("The schema, as llama-server takes it", SCHEMA)] = None
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.json_schema is not None and self.type != "json_schema":
@@ -147,7 +102,7 @@ class ResponseFormat(msgspec.Struct, Body, kw_only=True):
 class StreamOptionsBody(msgspec.Struct, Body, kw_only=True):
     """Events of a stream beside those of the answer."""
 
-    include_usage: Annotated[bool, about("Send a last chunk with the usage")] = False
+    include_usage: bool = False
 
 
 class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
@@ -155,22 +110,14 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
 
     form = "response_format"
 
-    n: Annotated[
-        int, about("How many answers to generate; the prompt is computed once", ge=1, le=MAX_CHOICES)
-    ] = 1
-    response_format: Annotated[
-        ResponseFormat | None, about("Text, any JSON object, or a schema", {"type": "json_object"})
-    ] = None
-    stream: Annotated[bool, about("Send server-sent events, with `data: [DONE]` at the end")] = False
-    stream_options: Annotated[
-        StreamOptionsBody | None, about("What a stream sends beside the answer", {"include_usage": True})
-    ] = None
-    timings_per_token: Annotated[bool, about("Give llama-server's `timings` in every event")] = False
-    return_progress: Annotated[bool, about("Send events while the prompt is computed")] = False
-    verbose: Annotated[bool, about("Give `__verbose`, what llama-server's `/completion` would say")] = False
-    prompt_logprobs: Annotated[
-        TopLogprobs | None, about("Score the prompt's tokens, and this many likely ones", 1)
-    ] = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptionsBody | None = None
+    timings_per_token: bool = False
+    return_progress: bool = False
+    verbose: bool = False
+    prompt_logprobs: TopLogprobs | None = None
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
@@ -186,17 +133,12 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, Body, kw_only=True):
     """A part of a message. In the history, a note replaces what the model does not take."""
 
-    type: Annotated[Name, about("`text`, `image_url`, `input_image`, `refusal`, `thinking` …", "text")]
-    image_url: Annotated[
-        JsonValue,
-        about('A picture as a data URL, also as `{"url": …}`; addresses are refused', PICTURE),
-    ] = None
-    input_audio: Annotated[
-        JsonValue, about('A WAV, MP3 or FLAC file in base64, as `{"data": …, "format": "wav"}`', SOUND)
-    ] = None
-    text: Annotated[str | None, about("The text of this part", QUESTION)] = None
-    refusal: Annotated[str | None, about("The text of a refusal", "Rather not.")] = None
-    thinking: Annotated[JsonValue, about("Reasoning", REASONING)] = None
+    type: Name
+    image_url: JsonValue = None
+    input_audio: JsonValue = None
+    text: str | None = None
+    refusal: str | None = None
+    thinking: JsonValue = None
 
     def __post_init__(self) -> None:
         if self.type in chats.TEXT_PARTS and self.text is None and self.refusal is None:
@@ -204,7 +146,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, Body, kw_only=True):
-    name: CalledName
+    name: str  # as a client has it, whatever it is
     arguments: Arguments = "{}"
 
     def __post_init__(self) -> None:
@@ -214,37 +156,24 @@ class CalledFunction(msgspec.Struct, Body, kw_only=True):
 class ToolCallBody(msgspec.Struct, Body, kw_only=True):
     """A tool call of an earlier assistant message."""
 
-    id: CallId = None
-    type: Annotated[Name | None, about("Always `function`")] = "function"
-    function: Annotated[CalledFunction, about("The tool and its arguments", {"name": "now"})]
-
-
-ReasoningText = Annotated[
-    JsonValue, about("Reasoning of the assistant, for templates that repeat it", REASONING)
-]
+    id: str | None = None
+    type: Name | None = "function"
+    function: CalledFunction
 
 
 class MessageBody(msgspec.Struct, Body, kw_only=True):
     """One message."""
 
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"], about("The author")
-    ]
-    content: Annotated[
-        str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None,
-        about("Text, or parts of text; control tokens in it stay plain text", QUESTION, [PART]),
-    ] = None
-    name: Annotated[Name | None, about("Of the author, for templates that use it", "Ann")] = None
-    tool_calls: Annotated[
-        Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None,
-        about("Tool calls of an assistant message", [{"id": "call_1", **TOOL}]),
-    ] = None
-    tool_call_id: Annotated[str | None, about("The call that this answers", "call_1")] = None
-    function_call: Annotated[CalledFunction | None, about("As before `tool_calls`", {"name": "now"})] = None
-    refusal: Annotated[str | None, about("In the place of the content", "Rather not.")] = None
-    reasoning_content: ReasoningText = None
-    reasoning: ReasoningText = None
-    thinking: ReasoningText = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    refusal: str | None = None
+    reasoning_content: JsonValue = None
+    reasoning: JsonValue = None
+    thinking: JsonValue = None
 
     def __post_init__(self) -> None:
         for name in ("reasoning_content", "reasoning", "thinking"):
@@ -265,19 +194,17 @@ class FunctionBody(msgspec.Struct, Body, kw_only=True):
     """A function the model may call."""
 
     name: FunctionName
-    description: ToolDescription = None
-    parameters: Annotated[
-        dict[str, Any] | None, about("JSON schema of its arguments; left out: it takes none", PARAMETERS)
-    ] = None
-    strict: Annotated[bool | None, about("Ignored: forced calls always match", True)] = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.parameters or {})
 
 
 class ToolBody(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["function"], about("Always `function`")]
-    function: Annotated[FunctionBody, about("The function", {"name": "now"})]
+    type: Literal["function"]
+    function: FunctionBody
 
 
 class ChosenFunction(msgspec.Struct, Body, kw_only=True):
@@ -285,18 +212,16 @@ class ChosenFunction(msgspec.Struct, Body, kw_only=True):
 
 
 class AllowedFunctions(msgspec.Struct, Body, kw_only=True):
-    mode: Annotated[Literal["auto", "required"], about("Whether one must be called")]
-    tools: Annotated[list[ToolBody], about("Some of the tools", [TOOL], min_length=1, max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolBody], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
     """The tool that must be called, or those that may be."""
 
-    type: Annotated[Literal["function", "allowed_tools"], about("Which of the two fields below counts")]
-    function: Annotated[ChosenFunction | None, about("The tool to call", {"name": "now"})] = None
-    allowed_tools: Annotated[
-        AllowedFunctions | None, about("Tools that may be called", {"mode": "auto", "tools": [TOOL]})
-    ] = None
+    type: Literal["function", "allowed_tools"]
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedFunctions | None = None
 
     def __post_init__(self) -> None:
         check_given(self, self.type)
@@ -305,7 +230,7 @@ class ChatToolChoice(msgspec.Struct, Body, kw_only=True):
 class ThinkingMode(msgspec.Struct, Body, kw_only=True):
     """Reasoning, as the APIs of some models switch it."""
 
-    type: Annotated[Name, about("`enabled` or `disabled`; others leave it to the template", "disabled")]
+    type: Name
     budget_tokens: ReasoningBudget = None
 
 
@@ -313,71 +238,47 @@ class ReasoningOptions(msgspec.Struct, Body, kw_only=True):
     """Reasoning, as OpenRouter's clients ask for it."""
 
     effort: Effort = None
-    enabled: Annotated[bool | None, about("Reasoning, on or off", False)] = None
+    enabled: bool | None = None
     max_tokens: ReasoningBudget = None
 
 
 class TextPart(msgspec.Struct, Body, kw_only=True):
-    type: Annotated[Literal["text"], about("Always `text`")] = "text"
-    text: Annotated[str, about("The text", PREDICTION)]
+    type: Literal["text"] = "text"
+    text: str
 
 
 class Prediction(msgspec.Struct, Body, kw_only=True):
     """Most of the expected answer, such as a file that is edited."""
 
-    type: Annotated[Literal["content"], about("Always `content`")] = "content"
-    content: Annotated[
-        str | Annotated[list[TextPart], Meta(max_length=MAX_PROMPTS)],
-        about("Text, or parts of text", PREDICTION),
-    ]
+    type: Literal["content"] = "content"
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PROMPTS)]
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     ALIASES = {"max_tokens": ("max_completion_tokens", "max_tokens", "n_predict")}
-    EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
 
     messages: Annotated[list[MessageBody], CONVERSATION]
-    tools: Annotated[list[ToolBody], about("Functions to call", [TOOL], max_length=MAX_TOOLS)] = []
-    tool_choice: Annotated[ToolMode | ChatToolChoice, about(TOOL_CHOICE)] = "auto"
-    parallel_tool_calls: Annotated[bool, about("Allow several calls in one answer")] = True
-    functions: Annotated[
-        list[FunctionBody],
-        about("`tools` in OpenAI's older form; calls are, too", [{"name": "now"}], max_length=MAX_TOOLS),
-    ] = []
-    function_call: Annotated[
-        Literal["none", "auto"] | ChosenFunction | None,
-        about("`tool_choice` for `functions`", "auto", {"name": "now"}),
-    ] = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolMode | ChatToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    functions: Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] = []
+    function_call: Literal["none", "auto"] | ChosenFunction | None = None
     chat_template_kwargs: TemplateOptions = None
-    reasoning_format: Annotated[
-        Literal["auto", "deepseek", "deepseek-legacy", "none"],
-        about("`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
-    ] = "auto"
-    continue_final_message: Annotated[
-        bool | Literal["content", "reasoning_content"] | None,
-        about("`false`: an assistant message at the end is history, not continued", True),
-    ] = None
+    reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] = "auto"
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     # How much the model reasons, in the words of several APIs; the first that is given decides.
     reasoning_effort: Effort = None
-    enable_thinking: Annotated[bool | None, about("Reasoning, on or off", False)] = None
-    thinking: Annotated[bool | ThinkingMode | None, about("Reasoning, on or off", False)] = None
-    reasoning: Annotated[ReasoningOptions | None, about("How much to reason", {"effort": "low"})] = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingMode | None = None
+    reasoning: ReasoningOptions | None = None
     thinking_budget: ReasoningBudget = None
     reasoning_budget: ReasoningBudget = None
-    prediction: Annotated[
-        Prediction | None,
-        about("Text that most of the answer will repeat, to generate it faster", {"content": PREDICTION}),
-    ] = None
-    max_tokens: Annotated[
-        TokenLimit | None,
-        about("Maximum tokens (also `max_completion_tokens`, `n_predict`); null or -1: as many as fit", 64),
-    ] = None
-    logprobs: Annotated[bool, about("Return log-probabilities of the sampled tokens")] = False
-    top_logprobs: Annotated[
-        TopLogprobs | None, about("And of this many most likely tokens; needs `logprobs`", 2)
-    ] = None
+    prediction: Prediction | None = None
+    max_tokens: TokenLimit | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
 
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:

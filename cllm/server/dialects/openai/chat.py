@@ -316,24 +316,7 @@ class Transcription(msgspec.Struct):
     text: str
 
 
-_SOUND_FORM = {
-    "type": "object",
-    "required": ["file"],
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "A WAV, MP3 or FLAC file"},
-        "model": {"type": "string", "description": "A model that hears"},
-        "prompt": {
-            "type": "string",
-            "description": "What the model is asked to do; by default to transcribe",
-        },
-        "language": {"type": "string", "description": "The language that is spoken"},
-        "temperature": {"type": "number", "description": "0, the default, is greedy"},
-        "response_format": {"type": "string", "description": "`json` or `text`", "examples": ["json"]},
-    },
-}
-
-
-@openai.post(SOUNDS, Transcription("Hello!"), form=_SOUND_FORM, computes=True)
+@openai.post(SOUNDS, Transcription("Hello!"), computes=True)
 async def transcribe(http: HttpRequest) -> Transcription | Response:
     """Transcribe a sound: multipart, with the fields `file` and `model`."""
     await http.body()  # it is read again

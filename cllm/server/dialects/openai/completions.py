@@ -22,7 +22,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.messages import Detokenize, Text
-from cllm.server.body import TokenId, TokenLimit, about
+from cllm.server.body import TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
@@ -43,30 +43,16 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     NULLS = frozenset({"max_tokens"})
-    EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 
-    prompt: Annotated[
+    prompt: (
         str
-        | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
-        about("A text, texts, token ids, or lists of token ids", "Once upon a time", [1, 2, 3]),
-    ]
-    suffix: Annotated[
-        str | None,
-        about("The text after the answer; needs a model with fill-in-the-middle tokens", " The end."),
-    ] = None
-    max_tokens: Annotated[
-        TokenLimit | None, about("Maximum number of tokens to generate; null or -1: as many as fit; 0: none")
-    ] = 16
-    best_of: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
-        about("Generate this many answers and return the best n", 4),
-    ] = None
-    logprobs: Annotated[
-        TopLogprobs | None, about("Log-probabilities of each token and of this many more", 2)
-    ] = None
-    echo: Annotated[
-        bool, about("Repeat the prompt before the answer, with `logprobs` of its tokens, too")
-    ] = False
+        | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    )
+    suffix: str | None = None
+    max_tokens: TokenLimit | None = 16
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens == -1:

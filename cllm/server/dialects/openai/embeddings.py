@@ -21,7 +21,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_INPUTS
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
-from cllm.server.body import Body, ModelName, Name, TokenId, about
+from cllm.server.body import Body, ModelName, Name, TokenId
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
@@ -46,7 +46,7 @@ class EmbeddingsDialect(OpenAIDialect):
 
 
 embeddings = EmbeddingsDialect()
-User = Annotated[Name | None, about("Ignored", "ann")]
+User = Name | None
 InputText = Annotated[str, Meta(min_length=1)]
 InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
@@ -54,11 +54,9 @@ InputTexts = Annotated[tuple[InputText, ...], Meta(min_length=1, max_length=MAX_
 class InputObject(msgspec.Struct, Body, kw_only=True):
     """An input in an object, as llama-server takes it."""
 
-    content: Annotated[InputText | list[TextPart] | None, about("Text, or parts of text", "The cat sat.")] = (
-        None
-    )
-    prompt_string: Annotated[InputText | None, about("Text", "The cat sat.")] = None
-    multimodal_data: Annotated[list[Any] | None, about("Refused: the model accepts text only", None)] = None
+    content: InputText | list[TextPart] | None = None
+    prompt_string: InputText | None = None
+    multimodal_data: list[Any] | None = None
 
     def __post_init__(self) -> None:
         if self.multimodal_data:
@@ -72,12 +70,8 @@ class InputObject(msgspec.Struct, Body, kw_only=True):
 
 
 MixedInput = Annotated[list[InputText | TokenId], Meta(min_length=1)]
-Input = Annotated[
-    InputText
-    | InputObject
-    | Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)],
-    about(f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS}", "The cat sat.", [1, 2]),
-]
+InputList = Annotated[list[InputText | TokenId | MixedInput | InputObject], Meta(min_length=1)]
+Input = InputText | InputObject | InputList
 
 
 def check_inputs(field: str, value: Any) -> None:
@@ -94,18 +88,11 @@ def check_inputs(field: str, value: Any) -> None:
 class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    EXAMPLE = {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}
-
     model: ModelName = None
     user: User = None
     input: Input
-    encoding_format: Annotated[
-        Literal["float", "base64"], about("`float`: numbers; `base64`: little-endian 32-bit floats")
-    ] = "float"
-    dimensions: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        about("Keep only the first dimensions of an embedding, scaled to length 1 again", 64),
-    ] = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
 
     def __post_init__(self) -> None:
         check_inputs("input", self.input)
@@ -115,20 +102,17 @@ class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
     """`POST /embedding`, as llama-server has it."""
 
     ALIASES = {"content": ("content", "input")}
-    EXAMPLE = {"content": "The cat sat."}
 
     model: ModelName = None
     content: Input
-    embd_normalize: Annotated[
-        int, about("Norm: -1 none, 0 largest is 32760, 1 taxicab, 2 Euclidean, above p-norm", ge=-1, le=64)
-    ] = 2
+    embd_normalize: Annotated[int, Meta(ge=-1, le=64)] = 2
 
     def __post_init__(self) -> None:
         check_inputs("content", self.content)
 
 
 class DocumentBody(msgspec.Struct, Body, kw_only=True):
-    text: Annotated[InputText, about("The text to rank", "It is a bear.")]
+    text: InputText
 
 
 Documents = Annotated[tuple[InputText | DocumentBody, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -138,39 +122,24 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/rerank`."""
 
     ALIASES = {"documents": ("documents", "texts")}
-    EXAMPLE = {"query": "What is a panda?", "documents": ["It is a bear.", "hi"], "top_n": 1}
 
     model: ModelName = None
     user: User = None
-    query: Annotated[InputText, about("The query that documents are ranked for", "What is a panda?")]
-    documents: Annotated[
-        Documents,
-        about(f'Texts, or objects with a "text"; at most {MAX_INPUTS}', ["It is a bear.", {"text": "hi"}]),
-    ]
-    texts: Annotated[
-        JsonValue, about("`documents` of text-embeddings-inference; the answer is then its list", ["hi"])
-    ] = None
-    top_n: Annotated[
-        Annotated[int, Meta(ge=1)] | None, about("Return only the best documents; none: all", 1)
-    ] = None
-    return_documents: Annotated[bool, about("Return each document beside its score")] = False
-    return_text: Annotated[bool, about("The same for `texts`")] = False
+    query: InputText
+    documents: Documents
+    texts: JsonValue = None
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool = False
+    return_text: bool = False
 
 
 class ScoreBody(msgspec.Struct, Body, kw_only=True):
     """`POST /v1/score`."""
 
-    EXAMPLE = {"text_1": "What is a panda?", "text_2": ["It is a bear.", "hi"]}
-
     model: ModelName = None
     user: User = None
-    text_1: Annotated[
-        InputText | InputTexts, about("One text, or as many as `text_2` has", "What is a panda?")
-    ]
-    text_2: Annotated[
-        InputText | InputTexts,
-        about(f"The texts to score against `text_1`; at most {MAX_INPUTS}", ["It is a bear.", "hi"]),
-    ]
+    text_1: InputText | InputTexts
+    text_2: InputText | InputTexts
 
     def __post_init__(self) -> None:
         queries, documents = len(self.queries), len(self.documents)
