@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from cllm.errors import InvalidRequest
-from cllm.types import Prompt
-from cllm.workers.media import CachedRows, RowCache, decode_picture, read_file
+from cllm.workers.media import decode_picture, read_file
 from tests.driver.media import make_file, make_picture
 
 
@@ -45,6 +44,9 @@ def test_a_file_is_checked_before_it_is_opened() -> None:
         read_file("%%%", 1)
     with pytest.raises(InvalidRequest, match="bytes of a picture, the limit is"):
         read_file("A" * (28 << 20), 1)
+    for address in ("https://example.org/cat.png", "file:///etc/passwd"):
+        with pytest.raises(InvalidRequest, match="picture 2 is an address, and this server fetches nothing"):
+            read_file(address, 2)
     assert read_file("aGk=\n", 1) == b"hi"
 
 
@@ -65,14 +67,3 @@ def test_exif_orientation_turns_a_picture() -> None:
     exif[0x0112] = 6  # a quarter turn
     turned = decode_picture(make_file(kind="JPEG", exif=exif))
     assert (turned.width, turned.height) == (32, 48)
-
-
-def test_the_row_cache_keeps_its_byte_limit() -> None:
-    cache = RowCache(100)
-    for number in range(4):
-        cache.put(("a", bytes([number])), CachedRows(Prompt(), {"x": bytes(40)}))
-        assert cache.get(("a", b"\0")) is not None, "used again and again"
-        assert cache.size <= 100
-    assert cache.get(("a", b"\1")) is None and cache.get(("b", b"\0")) is None
-    cache.put(("a", b"large"), CachedRows(Prompt(), {"x": bytes(101)}))
-    assert cache.get(("a", b"large")) is None and cache.size == 80
