@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,10 @@ def doctor_command(
     parallel: Annotated[int, Option(min=0, max=255)] = EngineConfig().parallel,
     ctx_size: Annotated[int, Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, Option(min=0)] = 0,
+    image: Annotated[
+        Path | None, Option(help="Ask about this picture or sound, end to end", show_default=False)
+    ] = None,
+    mmproj: Annotated[str, Option(help="Multimodal projector of --image")] = "",
 ) -> None:
     """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe."""
     table = Table(show_header=False, box=None)
@@ -66,6 +71,11 @@ def doctor_command(
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
         healthy = fit.fits and _probe(fit.ready(config), table)
+        if image is not None and healthy:
+            from cllm.cli.doctor_media import check_media
+
+            for row in check_media(msgspec.structs.replace(config, mmproj=mmproj), image):
+                table.add_row(*row)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from cllm.backend.llama.media import MediaEncoder, Picture
 from cllm.errors import InvalidRequest
-from cllm.workers.media import decode_picture, read_file
-from tests.driver.media import make_file, make_picture
+from cllm.messages import EncodedMedia, EncodeMedia
+from cllm.types import Prompt
+from cllm.workers.media import MediaWorker, decode_picture, read_file
+from tests.driver.media import make_file, make_picture, make_text
+from tests.driver.server import wait_for
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -19,6 +29,44 @@ def bomb(width: int, height: int) -> bytes:
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", len(head) - 4) + head + struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + chunk + make_file()[33:]
+
+
+class FakeEncoder:
+    """Takes two pictures at a time; each has one chunk, and says it when one is encoded."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []  # pictures, threads
+        self.may_go_on = threading.Event()
+        self.closed = 0
+
+    def tokenize(self, parts: list[Picture], *, add_special: bool) -> Any:
+        name = hashlib.sha256(parts[0].rgb).hexdigest()
+        return SimpleNamespace(prompt=Prompt((1,)), chunks={name: name}, close=self._close)
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    def encode_batch(self, chunks: dict[Any, Any], threads: int) -> dict[Any, Any]:
+        taken = [*chunks][:2]
+        self.batches.append((len(taken), threads))
+        assert self.may_go_on.wait(10)
+        return {name: np.zeros(4, np.float32) for name in taken}
+
+
+def test_pictures_of_several_requests_are_encoded_together() -> None:
+    encoder = FakeEncoder()
+    worker = MediaWorker(cast(MediaEncoder, encoder), threads=4)
+    with ThreadPoolExecutor(6) as pool:
+        texts = [make_text(make_file(number)) for number in range(5)]
+        tasks = [EncodeMedia((text,), "a", streams=number == 0) for number, text in enumerate(texts)]
+        asked = [pool.submit(worker.perform, tasks[0])]
+        wait_for(lambda: len(encoder.batches) == 1)
+        asked += [pool.submit(worker.perform, task) for task in (*tasks[1:], tasks[1])]
+        wait_for(lambda: len(worker._waiting) == 5)
+        encoder.may_go_on.set()
+        answers = [future.result(10) for future in asked]
+    assert encoder.batches == [(1, 2), (2, 4), (2, 4)], "with half of the threads beside streams"
+    assert sum(each.encoded for each in answers if isinstance(each, EncodedMedia)) == encoder.closed == 5
 
 
 HOSTILE = {
