@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import io
 import logging
 import os
 import secrets
-import sys
 import uuid
 from collections.abc import (
     AsyncGenerator,
@@ -38,6 +36,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from cllm.backend.llama.probe import find_ready
+from cllm.chat.conversation import read_files
 from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
@@ -199,27 +198,8 @@ def _messages(messages: str | Messages) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages):
-        return [_read_files(dict(each)) for each in messages if isinstance(each, Mapping)]
-    wanted = '[{"role": "user", "content": "…"}]'
-    raise InvalidRequest(f"messages: expected a text, or a list of messages: {wanted}", "messages")
-
-
-def _read_files(value: Any) -> Any:
-    """A part of a message with the bytes of the files and PIL images in it. Raises InvalidRequest."""
-    pillow = sys.modules.get("PIL.Image")  # who has an image has loaded it
-    if isinstance(value, dict):
-        return {name: _read_files(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_read_files(each) for each in value]
-    if isinstance(value, Path):
-        try:
-            return value.read_bytes()
-        except OSError as error:
-            raise InvalidRequest(f"messages: {value} cannot be read: {error.strerror}", "messages") from None
-    if pillow is not None and isinstance(value, pillow.Image):
-        value.convert("RGB").save(file := io.BytesIO(), "PNG", exif=value.getexif())
-        return file.getvalue()
-    return value
+        return [read_files(dict(each)) for each in messages if isinstance(each, Mapping)]
+    raise InvalidRequest('messages: expected a text, or a list of messages: [{"role": …}]', "messages")
 
 
 class AsyncLLM:

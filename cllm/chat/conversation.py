@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -186,6 +188,21 @@ class MessageBuilder:
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._messages.append({"role": "assistant", "content": []})
         return self._messages[-1]
+
+
+def read_files(value: Any) -> Any:
+    """A part of a message with the bytes of the files and PIL images in it. Raises InvalidRequest."""
+    if isinstance(value, Path):
+        try:
+            return value.read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"messages: {value} cannot be read: {error.strerror}", "messages") from None
+    if hasattr(value, "getexif"):
+        value.convert("RGB").save(file := BytesIO(), "PNG", exif=value.getexif())
+        return file.getvalue()
+    if isinstance(value, dict):
+        return {name: read_files(each) for name, each in value.items()}
+    return [read_files(each) for each in value] if isinstance(value, list) else value
 
 
 def join_texts(texts: Iterable[str]) -> str:

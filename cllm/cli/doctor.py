@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from base64 import b64encode
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +20,7 @@ from typer import Argument, Option
 from cllm import __version__
 from cllm.backend.llama import library
 from cllm.backend.llama.conversion import TARGET, find_gain, pays
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.gguf import GgufFile, GgufHeader
 from cllm.backend.llama.kernels import choose_buffers, describe_types
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.placement import list_devices, offer_module
@@ -27,8 +30,9 @@ from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
 from cllm.config import EngineConfig
-from cllm.errors import CllmError
-from cllm.models.resolve import resolve
+from cllm.errors import CllmError, ConfigError
+from cllm.messages import EncodedMedia, EncodeMedia
+from cllm.models.resolve import find_mmproj, resolve
 
 _NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -72,10 +76,7 @@ def doctor_command(
         table.add_row("when used", fit.describe_rest())
         healthy = fit.fits and _probe(fit.ready(config), table)
         if image is not None and healthy:
-            from cllm.cli.doctor_media import check_media
-
-            for row in check_media(msgspec.structs.replace(config, mmproj=mmproj), image):
-                table.add_row(*row)
+            ask_about(image, msgspec.structs.replace(config, mmproj=mmproj), table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
@@ -149,3 +150,26 @@ def _probe(config: EngineConfig, table: Table) -> bool:
             return True
         table.add_row("probe", f"{name}: {result.detail}")
     return False
+
+
+def ask_about(file: Path, config: EngineConfig, table: Table) -> None:
+    """Add a picture's or sound's rows, and an answer about it, end to end. Raises CllmError."""
+    from cllm.llm import LLM  # with the server's modules
+    from cllm.workers.executor import MEDIA_LIMIT_S, ProcessTokenizer
+
+    if not (mmproj := find_mmproj(Path(config.model), config.mmproj)):
+        raise ConfigError("there is no mmproj beside the model: name one with --mmproj")
+    metadata = GgufFile(Path(mmproj)).metadata
+    table.add_row("mmproj", " ".join(str(metadata[name]) for name in metadata if name.endswith("tor_type")))
+    config = msgspec.structs.replace(config, mmproj=mmproj)
+    with closing(ProcessTokenizer(config, role="media")) as worker, LLM(config=config) as llm:
+        parts = [{"type": "image_url", "image_url": file}, {"type": "text", "text": "What is this?"}]
+        reply = llm.chat([{"role": "user", "content": parts}], max_tokens=32, temperature=0)
+        for rows in (False, True):  # the first time it has to start
+            begin, task = time.monotonic(), EncodeMedia((b64encode(file.read_bytes()).decode(),), rows=rows)
+            found = worker.submit(task).result(MEDIA_LIMIT_S)
+        took = time.monotonic() - begin
+    assert isinstance(found, EncodedMedia)
+    count = sum(span.end - span.begin for span in found.prompts[0].spans)
+    table.add_row("rows", f"{count}, encoded in {took:.2f} s")
+    table.add_row("answer", f"{reply.text!r}, to {reply.usage.prompt_tokens} tokens")

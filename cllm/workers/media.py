@@ -11,66 +11,137 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import msgspec
 from PIL import Image, ImageOps
 
+from cllm.backend.llama.fingerprint import sample_digest, state_fingerprint
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.media import MediaEncoder, MediaPrompt, Picture, Sound
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.placement import encoder_device, wants_gpu
 from cllm.backend.llama.threads import compute_threads
 from cllm.config import EngineConfig, split_list
-from cllm.errors import CllmError, InvalidRequest, NotSupported
+from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, get_cache_folder, touch
+from cllm.core.kv_cache.prefix_index import CachedPrefix
+from cllm.core.kv_cache.tiers import Entry
+from cllm.errors import CllmError, InvalidRequest, NotSupported, StorageFailed
 from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_ROW_BYTES, MAX_SOUND_S, check
 from cllm.messages import EncodedMedia, EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.names import is_address
-from cllm.types import Failure, TokenBound
+from cllm.types import Failure, Prompt, TokenBound
 from cllm.workers.channel import Channel
 from cllm.workers.executor import MEDIA_AT_ONCE
-from cllm.workers.row_cache import CachedRows, DiskRows, RowCache, RowKey
 from cllm.workers.tokenizer import answer_tasks, limit_memory
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 BESIDE_STREAMS = 2  # half of the cores are the encoder's, while streams are computed
 NICENESS = 10
 REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
-Fetch = Callable[[str, int], bytes]
+CACHE_BYTES = 256 << 20  # of rows: some hundred pictures of a usual model
+RowKey = tuple[str, bytes]  # a tenant, and the digest of a picture's file
 Image.MAX_IMAGE_PIXELS = None  # `decode_picture` has a limit of its own, and says which
 
 
-class MediaWorker:
-    """Encodes pictures of several tasks, those together that the projector takes together.
+class CachedRows(NamedTuple):
+    """A picture as a part of a prompt, and the rows of its spans."""
 
-    A tenant's picture is encoded once, also where several of its requests wait for it.
+    prompt: Prompt
+    rows: dict[str, bytes]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+
+class RowCache:
+    """Rows of pictures by tenant and file, least recently used out; at most `limit` bytes.
+
+    With a `folder` also there, within the limit of the disk cache: entries whose tokens are a file's digest.
     """
+
+    def __init__(self, limit: int = CACHE_BYTES, folder: CacheFolder | None = None, disk_mb: int = 0) -> None:
+        self.limit = limit
+        self.size = 0
+        self._entries: OrderedDict[RowKey, CachedRows] = OrderedDict()
+        self._folder, self._disk_limit = folder, disk_mb << 20
+
+    def get(self, key: RowKey) -> CachedRows | None:
+        if key not in self._entries and self._folder is not None:
+            prefix = CachedPrefix(key[0], array("i", key[1]))
+            path = self._folder.get_path(prefix)
+            with suppress(CllmError, msgspec.MsgspecError):  # damaged files are misses
+                state = self._folder.read(DiskEntry(prefix, path, 0)).state
+                self._keep(key, msgspec.msgpack.decode(state, type=CachedRows))
+                touch(path)
+        if (found := self._entries.get(key)) is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: RowKey, rows: CachedRows) -> None:
+        """Keep rows that are not here yet, unless they are larger than the whole cache."""
+        if key not in self._entries and self._folder is not None:
+            entry = Entry(key[0], array("i", key[1]), msgspec.msgpack.encode(rows))
+            with suppress(StorageFailed):
+                deque(self._folder.write(entry, self._disk_limit), 0)
+        self._keep(key, rows)
+
+    def _keep(self, key: RowKey, rows: CachedRows) -> None:
+        if rows.size <= self.limit and key not in self._entries:
+            self._entries[key] = rows
+            self.size += rows.size
+        while self.size > self.limit:
+            self.size -= self._entries.popitem(last=False)[1].size
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.size = 0
+        if self._folder is not None:
+            self._folder.clear()
+
+
+class _Waiting(NamedTuple):
+    """A picture that is to be encoded, or is in part."""
+
+    media: MediaPrompt
+    found: Future[CachedRows]
+    rows: dict[str, bytes]
+
+
+class MediaWorker:
+    """Encodes pictures of several tasks, together where the projector can; a tenant's equal pictures once."""
 
     def __init__(
         self,
         encoder: MediaEncoder,
         *,
+        cache: RowCache | None = None,
         shared: bool = False,
         threads: int = 1,
-        disk: DiskRows | None = None,
-        fetch: Fetch | None = None,
+        fetch: Callable[[str, int], bytes] | None = None,
     ) -> None:
-        """With `shared`, tenants share the rows of equal pictures. Addresses are refused without `fetch`."""
+        """With `shared`, tenants share the rows of equal pictures. Without `fetch`, addresses are refused."""
         self._encoder = encoder
-        self._cache = RowCache()
-        self._disk = disk
-        self._fetch = fetch
+        self._cache = cache or RowCache()
+        self._fetch = fetch or read_file  # which refuses addresses
         self._shared = shared
         self._threads = threads
-        self._lock = threading.Lock()  # of what is cached and what is on its way
-        self._decoding = threading.Lock()  # a picture that is decoded takes most memory
+        self._lock = threading.Lock()  # of what is cached and pending
+        self._decoding = threading.Lock()  # a picture takes most memory then
         self._encoding = threading.Lock()
         self._pending: dict[RowKey, Future[CachedRows]] = {}
-        self._waiting: dict[RowKey, _Picture] = {}  # first come, first encoded
-        # Without streams the encoder has all cores, but the engine goes first, should it compute meanwhile.
-        self._lanes = {True: ThreadPoolExecutor(1), False: ThreadPoolExecutor(1, initializer=_give_way)}
+        self._waiting: list[_Waiting] = []  # first come, first encoded
+        # Without streams the encoder has all cores, but gives way: the engine may begin to compute meanwhile.
+        gentle = ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,))
+        self._lanes = {True: ThreadPoolExecutor(1), False: gentle}
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as a Failure, never as an exception."""
@@ -79,101 +150,83 @@ class MediaWorker:
                 raise NotSupported("the media worker takes pictures only")
             check(len(task.pictures), MAX_PICTURES, "pictures", "messages", "send fewer")
             if task.forget:
-                self._forget()
+                with self._lock:
+                    self._cache.clear()
             return self._encode(task)
         except CllmError as error:
             return Failure.of(error)
 
     def _encode(self, task: EncodeMedia) -> EncodedMedia:
-        found: list[CachedRows] = []
+        prompts: list[Prompt] = []
         rows: dict[str, bytes] = {}
         encoded = size = 0
-        for begin in range(0, len(task.pictures), MEDIA_AT_ONCE):  # what is decoded takes memory until then
-            given = task.pictures[begin : begin + MEDIA_AT_ONCE]
-            started = [self._start(task, each, begin + index) for index, each in enumerate(given, 1)]
-            encoded += sum(new for _, new in started)
-            for each in (future.result() for future, _ in started):
-                found.append(each)
-                size += each.size * (not each.rows.keys() <= rows.keys())
+        for begin in range(0, len(task.pictures), MEDIA_AT_ONCE):  # what waits is in memory
+            given = enumerate(task.pictures[begin : begin + MEDIA_AT_ONCE], begin + 1)
+            for future, new in [self._start(task, each, number) for number, each in given]:
+                found = future.result()
+                encoded += new
+                size += found.size * (not found.rows.keys() <= rows.keys())
                 check(size, MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures")
-                rows |= each.rows
-        return EncodedMedia(tuple(each.prompt for each in found), rows, encoded)
+                rows |= found.rows
+                prompts.append(found.prompt)
+        return EncodedMedia(tuple(prompts), rows, encoded)
 
     def _start(self, task: EncodeMedia, given: str, number: int) -> tuple[Future[CachedRows], bool]:
         """The rows of a picture, as soon as they are there; and whether they are encoded for this task."""
-        data = self._fetch(given, number) if self._fetch and is_address(given) else read_file(given, number)
-        key = RowKey("" if self._shared else task.tenant, hashlib.sha256(data).digest())
+        data = (self._fetch if is_address(given) else read_file)(given, number)
+        key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
+        future = Future[CachedRows]()
         with self._lock:
-            if task.rows and (pending := self._pending.get(key)) is not None:
-                return pending, False
-            pending, cached = Future[CachedRows](), self._cache.get(key)
-            if task.rows and cached is None:
-                self._pending[key] = pending
+            if task.rows and key in self._pending:
+                return self._pending[key], False
+            if (cached := self._cache.get(key)) is not None:
+                future.set_result(cached)
+                return future, False
+            if task.rows:
+                self._pending[key] = future
+                future.add_done_callback(partial(self._keep, key))
         try:
-            if cached is None and self._disk is not None:
-                cached = self._disk.get(key)
-            if cached is None:
-                with self._decoding:
-                    media = self._encoder.tokenize([self._decode(data, number)], add_special=False)
-                if task.rows:
-                    self._wait(_Picture(media, pending), key, streams=task.streams)
-                    return pending, True
-                with media:
-                    cached = CachedRows(media.prompt, {})
+            with self._decoding:
+                media = self._encoder.tokenize([self._decode(data, number)], add_special=False)
         except BaseException as error:
-            self._settle(key, pending, error)
+            future.set_exception(error)
             raise
-        self._settle(key, pending, cached)
-        return pending, False
+        if not task.rows:
+            future.set_result(CachedRows(media.prompt, {}))
+            media.close()
+            return future, False
+        self._waiting.append(_Waiting(media, future, {}))
+        threads = max(1, self._threads // BESIDE_STREAMS) if task.streams else self._threads
+        for _ in media.chunks:  # each call encodes one at least
+            self._lanes[task.streams].submit(self._encode_waiting, threads)
+        return future, True
 
-    def _wait(self, picture: _Picture, key: RowKey, *, streams: bool) -> None:
+    def _keep(self, key: RowKey, found: Future[CachedRows]) -> None:
         with self._lock:
-            self._waiting[key] = picture
-        threads = max(1, self._threads // BESIDE_STREAMS) if streams else self._threads
-        for _ in picture.media.chunks:  # each call encodes one at least
-            self._lanes[streams].submit(self._encode_waiting, threads)
+            del self._pending[key]
+            if found.exception() is None:
+                self._cache.put(key, found.result())
 
     def _encode_waiting(self, threads: int) -> None:
         """Encode chunks of the pictures that wait, whichever task's, as many as go together."""
         with self._encoding:
-            with self._lock:
-                waiting = dict(self._waiting)
-            chunks = {(key, name): chunk for key, each in waiting.items() for name, chunk in each.left()}
-            if not chunks:
-                return
+            waiting = self._waiting[:]
+            parts = ((each, *chunk) for each in waiting for chunk in each.media.chunks.items())
+            left = {(id(each), name): chunk for each, name, chunk in parts if name not in each.rows}
+            if not left:
+                return  # they were encoded with others
+            places = {id(each): each for each in waiting}
             try:
-                rows = self._encoder.encode_batch(chunks, threads)
-                for (key, name), values in rows.items():
-                    waiting[key].rows[name] = values.tobytes()
-                done = [key for key, each in waiting.items() if not any(each.left())]
-                ended: dict[RowKey, CachedRows | BaseException] = {key: waiting[key].finish() for key in done}
-            except Exception as error:  # others of the batch are tried again
-                ended = {next(iter(waiting)): error}
-            for key, result in ended.items():
-                with self._lock:
-                    picture = self._waiting.pop(key)
-                picture.media.close()
-                self._settle(key, picture.found, result)
-                if self._disk is not None and isinstance(result, CachedRows):
-                    self._disk.put(key, result)
-
-    def _settle(self, key: RowKey, pending: Future[CachedRows], result: CachedRows | BaseException) -> None:
-        """Give a picture's rows, or what went wrong, to all that wait for them."""
-        with self._lock:
-            if isinstance(result, CachedRows) and result.rows:
-                self._cache.put(key, result)
-            if self._pending.get(key) is pending:
-                del self._pending[key]
-        if isinstance(result, CachedRows):
-            pending.set_result(result)
-        else:
-            pending.set_exception(result)
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._cache = RowCache()
-        if self._disk is not None:
-            self._disk.clear()
+                for (place, name), values in self._encoder.encode_batch(left, threads).items():
+                    places[place].rows[name] = values.tobytes()
+            except Exception as error:  # the others are tried again
+                waiting[0].found.set_exception(error)
+            for each in waiting:
+                if len(each.rows) == len(each.media.chunks):
+                    each.found.set_result(CachedRows(each.media.prompt, each.rows))
+                if each.found.done():
+                    self._waiting.remove(each)
+                    each.media.close()
 
     def _decode(self, data: bytes, number: int) -> Picture | Sound:
         if not is_sound(data):
@@ -182,25 +235,6 @@ class MediaWorker:
         seconds = len(sound.samples) // self._encoder.sample_rate
         check(seconds, MAX_SOUND_S, "seconds of sound", "messages", "send a shorter one")
         return sound
-
-
-class _Picture:
-    """A picture whose rows are being encoded."""
-
-    def __init__(self, media: MediaPrompt, found: Future[CachedRows]) -> None:
-        self.media, self.found = media, found
-        self.rows: dict[str, bytes] = {}
-
-    def left(self) -> Iterator[tuple[str, Any]]:
-        return (item for item in self.media.chunks.items() if item[0] not in self.rows)
-
-    def finish(self) -> CachedRows:
-        return CachedRows(self.media.prompt, self.rows)
-
-
-def _give_way() -> None:
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)  # of this thread, and of those that it starts
 
 
 def read_file(given: str, number: int) -> bytes:
@@ -242,12 +276,16 @@ def decode_picture(data: bytes, number: int = 1) -> Picture:
     return Picture(*image.size, image.tobytes())
 
 
+def fingerprint(config: EngineConfig) -> str:
+    """What rows on disk depend on: the projector, and the model whose tokens stand around them."""
+    return f"rows of {sample_digest(Path(config.mmproj))}\n{state_fingerprint(config, unified=False)}"
+
+
 def serve_media(channel: Channel, config: EngineConfig) -> None:
     """Answer tasks until the parent closes its end."""
     library, frees = load(gpu=wants_gpu(config)), DeferredFrees()
     model = LlamaModel(library, config, frees, weights=False)
-    threads = compute_threads(config)
-    device = encoder_device(config)
+    threads, device = compute_threads(config), encoder_device(config)
     encoder = MediaEncoder(library, model, Path(config.mmproj), frees, threads=threads, device=device)
     fetch = None
     if config.media_hosts:
@@ -255,11 +293,8 @@ def serve_media(channel: Channel, config: EngineConfig) -> None:
 
         fetch = MediaFetcher(split_list(config.media_hosts))
     limit_memory()
-    worker = MediaWorker(
-        encoder,
-        shared=config.share_prefixes_across_tenants,
-        threads=threads,
-        disk=DiskRows.of(config),
-        fetch=fetch,
-    )
+    kept, shared = config.prefix_cache and config.cache_disk_mb, config.share_prefixes_across_tenants
+    folder = CacheFolder(get_cache_folder(config.cache_dir), partial(fingerprint, config)) if kept else None
+    cache = RowCache(CACHE_BYTES, folder, kept or 0)
+    worker = MediaWorker(encoder, cache=cache, shared=shared, threads=threads, fetch=fetch)
     answer_tasks(channel, worker.perform, TokenBound(), threads=MEDIA_AT_ONCE)

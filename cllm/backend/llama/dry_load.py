@@ -12,18 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
 from cllm.backend.llama.library import LIBRARY_SUFFIX, DeferredFrees, Library, exit_reason, find, load
-from cllm.backend.llama.media import make_params
-from cllm.backend.llama.placement import encoder_device, wants_gpu
-from cllm.build.module import find_media
+from cllm.backend.llama.placement import wants_gpu
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, LibraryError, NotEnoughMemory, from_code
 from cllm.types import Failure
@@ -38,13 +34,11 @@ _OF_MODEL = (
 )
 _OF_CONTEXT = (
     *("parallel", "slots", "ctx_size", "batch_tokens", "flash_attention", "unified_kv", "cache_type_k"),
-    *("cache_type_v", "draft_tokens", "draft_rollback", "mmproj"),
+    *("cache_type_v", "draft_tokens", "draft_rollback"),
 )
 # llama.cpp returns a std::map from buffer type to sizes (src/llama-ext.h): a tree, with these pointers in the
 # map and before the pair of each node.
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"
-_MEDIA_USAGE = "_Z21mtmd_get_memory_usagePKc19mtmd_context_params"  # likewise, from device to size
-_PARTS = ("model", "kv", "compute")
 _LIBCXX = sys.platform == "darwin"
 _MAP = ("first", "root", "count") if _LIBCXX else ("compare", "color", "root", "first", "last", "count")
 _LINKS = ("left", "right", "parent", "color") if _LIBCXX else ("color", "parent", "left", "right")
@@ -56,7 +50,6 @@ class Sizes(NamedTuple):
     model: int = 0
     kv: int = 0
     compute: int = 0
-    media: int = 0  # of the mmproj
 
 
 class _Map(ctypes.Structure):
@@ -65,8 +58,8 @@ class _Map(ctypes.Structure):
 
 class _Node(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_LINKS, "key")),
-        *((name, ctypes.c_size_t) for name in _PARTS),
+        *((name, ctypes.c_void_p) for name in (*_LINKS, "buffer_type")),
+        *((name, ctypes.c_size_t) for name in Sizes._fields),
     )
 
 
@@ -76,37 +69,19 @@ def read_sizes(library: Library, context: Any) -> dict[str, Sizes]:
     found = {HOST: Sizes()}
     breakdown = getattr(ctypes.CDLL(str(library.directory / f"libllama.{LIBRARY_SUFFIX}")), _BREAKDOWN)
     breakdown.restype, breakdown.argtypes = _Map, (ctypes.c_void_p,)
-    for node in _read_map(breakdown(context)):
-        device = api.ggml_backend_buft_get_device(node.key)
+    addresses = [breakdown(context).root]
+    while addresses:
+        if (address := addresses.pop()) is None:
+            continue
+        node = _Node.from_address(address)
+        addresses += node.left, node.right
+        device = api.ggml_backend_buft_get_device(node.buffer_type)
         name = api.ggml_backend_dev_name(device).decode() if device else "CPU"
-        if name == "CPU" or api.ggml_backend_buft_is_host(node.key):
+        if name == "CPU" or api.ggml_backend_buft_is_host(node.buffer_type):
             name = HOST
         before = found.get(name, Sizes())
-        found[name] = Sizes(*(getattr(before, part) + getattr(node, part) for part in _PARTS))
+        found[name] = Sizes(*(size + getattr(node, part) for part, size in before._asdict().items()))
     return found
-
-
-def read_media_sizes(library: Library, mmproj: str, device: str) -> dict[str, int]:
-    """Bytes of a multimodal projector by device: its weights and what the largest usual picture takes."""
-    library.load_media()
-    api = library.api
-    usage = getattr(ctypes.CDLL(str(find_media(library.directory))), _MEDIA_USAGE)
-    usage.restype, usage.argtypes = _Map, (ctypes.c_char_p, api.mtmd_context_params)
-    found: dict[str, int] = {}
-    for node in _read_map(usage(mmproj.encode(), make_params(api, device))):
-        name = api.ggml_backend_dev_name(node.key).decode()
-        name = HOST if name == "CPU" else name
-        found[name] = found.get(name, 0) + node.model
-    return found
-
-
-def _read_map(tree: _Map) -> Iterator[_Node]:
-    addresses = [tree.root]
-    while addresses:
-        if (address := addresses.pop()) is not None:
-            node = _Node.from_address(address)
-            addresses += node.left, node.right
-            yield node
 
 
 class _Answer(msgspec.Struct):
@@ -198,16 +173,7 @@ def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dic
     # The host's pages for logits that are not asked for are never touched.
     outputs = None if wants_gpu(config) else used_outputs(config, model.vocabulary.size)
     with LlamaContext(library, model, config, frees, outputs=outputs) as context:
-        sizes = read_sizes(library, context.pointer)
-    if config.mmproj:
-        for name, size in _measure_media(config.mmproj, encoder_device(config)).items():
-            sizes[name] = sizes.get(name, Sizes())._replace(media=size)
-    return sizes
-
-
-@cache
-def _measure_media(mmproj: str, device: str) -> dict[str, int]:
-    return read_media_sizes(load(), mmproj, device)
+        return read_sizes(library, context.pointer)
 
 
 def main() -> int:

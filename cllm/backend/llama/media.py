@@ -25,15 +25,6 @@ _SENTINEL, _CONTEXT_WORDS = 0x5EED_2E5, 128  # a number of threads to be found a
 _FULL, _OTHER_SHAPE = 2, 3  # of mtmd_batch_add_chunk: it goes into the next batch
 
 
-def make_params(api: Any, device: str) -> Any:
-    """The settings of a projector, on a GPU of this name or on the CPU."""
-    params = api.mtmd_context_params_default()
-    params.use_gpu, params.print_timings = bool(device), False
-    if device:
-        params.device = api.ggml_backend_dev_by_name(device.encode())
-    return params
-
-
 class PromptText(NamedTuple):
     """Text of a prompt; control tokens in it are parsed only where it is the template's."""
 
@@ -91,8 +82,10 @@ class MediaEncoder(Owned):
         """
         library.load_media()
         self._api = api = library.api
-        params = make_params(api, device)
-        params.n_threads = _SENTINEL
+        params = api.mtmd_context_params_default()
+        params.use_gpu, params.print_timings, params.n_threads = bool(device), False, _SENTINEL
+        if device:
+            params.device = api.ggml_backend_dev_by_name(device.encode())
         pointer = api.mtmd_init_from_file(str(mmproj).encode(), model.pointer, params)
         if not pointer:
             raise ModelFileError(
@@ -101,7 +94,7 @@ class MediaEncoder(Owned):
             )
         super().__init__(pointer, api.mtmd_free, deferred_frees)
         self._threads = self._find_threads()
-        self._set_threads(threads)
+        self._threads.value = threads
         self.sees = bool(api.mtmd_support_vision(pointer))
         self.sample_rate = max(0, int(api.mtmd_get_audio_sample_rate(pointer)))  # 0: it does not hear
         self._model = model  # whose vocabulary it reads
@@ -255,7 +248,7 @@ class MediaEncoder(Owned):
         """Encode as many of the chunks as go together, at least one; with other `threads` from now on."""
         api = self._api
         if threads:
-            self._set_threads(threads)
+            self._threads.value = threads
         with Owned(api.mtmd_batch_init(self.pointer), api.mtmd_batch_free, self.deferred_frees) as batch:
             taken: dict[Name, Any] = {}
             for media, chunk in chunks.items():
@@ -273,13 +266,8 @@ class MediaEncoder(Owned):
         """Where the context has its number of threads: libmtmd takes it at the load only."""
         address = ctypes.cast(self.pointer, ctypes.c_void_p).value or 0
         words = (ctypes.c_int32 * _CONTEXT_WORDS).from_address(address)
-        places = [index for index, word in enumerate(words) if word == _SENTINEL]
-        if len(places) != 1:
-            raise EngineError("libmtmd does not keep its threads where it did")
-        return ctypes.c_int32.from_buffer(words, 4 * places[0])
-
-    def _set_threads(self, threads: int) -> None:
-        self._threads.value = threads
+        (place,) = (index for index, word in enumerate(words) if word == _SENTINEL)
+        return ctypes.c_int32.from_buffer(words, 4 * place)
 
     def _read_rows(self, batch: Any, chunk: Any) -> Rows:
         count = int(self._api.mtmd_input_chunk_get_n_tokens(chunk))

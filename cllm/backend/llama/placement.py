@@ -255,13 +255,9 @@ def _choose_parts(config: EngineConfig, devices: Sequence[Device]) -> list[float
 
 
 def encoder_device(config: EngineConfig) -> str:
-    """The GPU that encodes pictures: the first with layers of the model; empty where the CPU has all.
-
-    In the process itself, which has loaded the library with its module.
-    """
+    """The GPU that encodes pictures, the first of those with layers; empty without. The library is loaded."""
     devices = _choose_devices(config, tuple(_read_devices())) if wants_gpu(config) else ()
-    parts = zip(devices, _choose_parts(config, devices), strict=True)
-    return next((device.name for device, part in parts if part), "")
+    return devices[0].name if devices else ""
 
 
 def _read_devices() -> Iterator[Device]:

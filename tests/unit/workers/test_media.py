@@ -8,6 +8,7 @@ import struct
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +17,11 @@ import pytest
 from PIL import Image
 
 from cllm.backend.llama.media import MediaEncoder, Picture
+from cllm.core.kv_cache.disk_folder import CacheFolder
 from cllm.errors import InvalidRequest
 from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.types import Prompt
-from cllm.workers.media import MediaWorker, decode_picture, read_file
+from cllm.workers.media import CachedRows, MediaWorker, RowCache, decode_picture, read_file
 from tests.driver.media import make_file, make_picture, make_text
 from tests.driver.server import wait_for
 
@@ -67,6 +69,36 @@ def test_pictures_of_several_requests_are_encoded_together() -> None:
         answers = [future.result(10) for future in asked]
     assert encoder.batches == [(1, 2), (2, 4), (2, 4)], "with half of the threads beside streams"
     assert sum(each.encoded for each in answers if isinstance(each, EncodedMedia)) == encoder.closed == 5
+
+
+def test_the_row_cache_keeps_its_byte_limit() -> None:
+    cache = RowCache(100)
+    for number in range(4):
+        cache.put(("a", bytes([number])), CachedRows(Prompt(), {"x": bytes(40)}))
+        assert cache.get(("a", b"\0")) is not None, "used again and again"
+        assert cache.size <= 100
+    assert cache.get(("a", b"\1")) is None and cache.get(("b", b"\0")) is None
+    cache.put(("a", b"large"), CachedRows(Prompt(), {"x": bytes(101)}))
+    assert cache.get(("a", b"large")) is None and cache.size == 80
+
+
+def test_rows_on_disk_are_private_and_checked(tmp_path: Path) -> None:
+    def open_cache() -> RowCache:
+        return RowCache(1 << 20, CacheFolder(tmp_path, lambda: "model"), 1)
+
+    digest, rows = bytes(range(32)), CachedRows(Prompt((5, -7)), {"x": bytes(300_000)})
+    cache, again = open_cache(), open_cache()
+    cache.put(("a", digest), rows)
+    (file,) = tmp_path.glob("kv/*/*.kv")
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert again.get(("a", digest)) == rows and again.get(("b", digest)) is None
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert open_cache().get(("a", digest)) is None
+    for number in range(5):
+        cache.put(("a", bytes([number]) * 32), rows)
+    assert sum(each.stat().st_size for each in tmp_path.glob("kv/*/*.kv")) <= 1 << 20
+    cache.clear()
+    assert not list(tmp_path.glob("kv/*/*.kv")) and cache.get(("a", digest)) is None
 
 
 HOSTILE = {
