@@ -98,6 +98,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _file("Multimodal projector. Default: mmproj*.gguf beside the model.", rare=True)
     ] = ""
     no_mmproj: Annotated[bool, _rare("Take no pictures, though there is an mmproj beside the model.")] = False
+    media_hosts: Annotated[
+        str,
+        _rare("Hosts whose pictures are fetched, comma-separated; '*.org' works. None.", metavar="NAMES"),
+    ] = ""
     chat_template: Annotated[
         str, _file("Chat template instead of the model's own: a file, a name as chatml, or text:TEXT.")
     ] = ""

@@ -36,6 +36,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from cllm.backend.llama.probe import find_ready
+from cllm.chat.conversation import read_files
 from cllm.chat.reply import ChatChunk, ChatReply, make_chunks
 from cllm.chat.session import open_chat
 from cllm.config import EngineConfig, make_config
@@ -197,9 +198,8 @@ def _messages(messages: str | Messages) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages):
-        return [dict(each) for each in messages if isinstance(each, Mapping)]
-    wanted = '[{"role": "user", "content": "…"}]'
-    raise InvalidRequest(f"messages: expected a text, or a list of messages: {wanted}", "messages")
+        return [read_files(dict(each)) for each in messages if isinstance(each, Mapping)]
+    raise InvalidRequest('messages: expected a text, or a list of messages: [{"role": …}]', "messages")
 
 
 class AsyncLLM:

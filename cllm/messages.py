@@ -241,9 +241,11 @@ class SpellTokens(msgspec.Struct, frozen=True, tag=True):
 class EncodeMedia(msgspec.Struct, frozen=True, tag=True):
     """Turn pictures into items and rows, in the media worker; answered with EncodedMedia."""
 
-    pictures: tuple[str, ...]  # files in base64
+    pictures: tuple[str, ...]  # files in base64, or their addresses
     tenant: str = ""  # rows are not shared across tenants
     rows: bool = True  # False counts the items only
+    streams: bool = False  # the engine computes answers meanwhile
+    forget: bool = False  # cached rows are removed before
 
 
 TokenizerTask = Prepare | TokenizeTexts | TokenizePairs | RenderChat | Detokenize | SpellTokens | EncodeMedia

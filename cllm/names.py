@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from cllm.errors import ConfigError
 
 MAX_FILE_PATH = 1024  # characters of a path in a repository
+MAX_SCHEME = 16  # characters of an address before its host
 MAX_PART = 255  # bytes of one name in a folder: the limit of nearly every file system
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
 _REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
@@ -32,6 +33,11 @@ def make_visible(text: str) -> str:
 def is_name(text: str) -> bool:
     """Return True for up to 64 letters, digits, '.', '-' and '_', which name a slot or a unit; no path."""
     return _NAME.fullmatch(text) is not None and ".." not in text
+
+
+def is_address(text: str) -> bool:
+    """Return True for the address of a file elsewhere, as `https://…`."""
+    return "://" in text[:MAX_SCHEME]
 
 
 def is_repo(text: str) -> bool:

@@ -1,7 +1,8 @@
 """`python -m bench.gpu.kit FOLDER`: everything that a GPU machine without a network needs, in one folder.
 
 On that machine, from this checkout: `sh FOLDER/build.sh` builds the library, llama-server and the GPU module
-and packs them into FOLDER/built.tar.xz.*; `sh FOLDER/measure.sh OUT` measures what OUT does not have yet.
+and packs them into FOLDER/built.tar.xz.*; `sh FOLDER/measure.sh OUT` measures what OUT does not have yet,
+`sh FOLDER/media.sh` pictures.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ export PYTHONPATH=$PWD
 python=$work/python/bin/python
 """
 BUILD = """\
-"$python" -m cllm build --with-server
+"$python" -m cllm build --with-server --media
 "$python" -m cllm build --gpu cuda
 rm -f "$kit"/built.tar.xz.*
 tar c -C "$CLLM_CACHE_DIR" native | xz -T0 -3 | split -b 15000000 - "$kit/built.tar.xz."
@@ -61,6 +62,15 @@ export GGML_BACKEND_PATH=$(ls "$CLLM_CACHE_DIR"/native/*cuda*/libggml-cuda.so)
 out=$1; shift
 exec "$python" -m bench.gpu "$out" --vocabulary "$kit/VOCABULARY" \\
     --llama-server "$built/bin/llama-server" "$@"
+"""
+MEDIA = """\
+built=$("$python" -m cllm build)
+export GGML_BACKEND_PATH=$(ls "$CLLM_CACHE_DIR"/native/*cuda*/libggml-cuda.so)
+model=$work/random-0.6B.gguf
+make='import sys; from pathlib import Path; from bench.gpu.models import make
+make(Path(sys.argv[1]), "0.6B", Path(sys.argv[2]))'
+[ -e "$model" ] || "$python" -c "$make" "$model" "$kit/VOCABULARY"
+exec "$python" -m bench.media --gpu --model "$model" --llama-server "$built/bin/llama-server" "$@"
 """
 
 
@@ -80,7 +90,8 @@ def main(folder: Path, python: Annotated[str, typer.Option(help="That machine's 
         tar.add(source, source.name)
     shutil.copy(vocabulary_files()["qwen2"], folder / VOCABULARY)
     (folder / "build.sh").write_text(ENVIRONMENT + BUILD)
-    (folder / "measure.sh").write_text(ENVIRONMENT + MEASURE.replace("VOCABULARY", VOCABULARY))
+    for name, script in (("measure.sh", MEASURE), ("media.sh", MEDIA)):
+        (folder / name).write_text(ENVIRONMENT + script.replace("VOCABULARY", VOCABULARY))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB", file=sys.stderr)
     if size > MAX_BYTES:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_PICTURES, check
+from cllm.names import is_address
 from cllm.text.chat_format import Tool
 from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
 from cllm.types import Prompt
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
-MAX_SCHEME = 16  # characters of an address before its host
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio")
-REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
 
 
 class Marker(str):
@@ -29,19 +30,17 @@ class Marker(str):
 
 
 class Pictures(dict[str, str]):
-    """Pictures of a conversation by their markers: files in base64."""
+    """Pictures of a conversation by their markers: files in base64, or addresses."""
 
     def add(self, kind: str, source: Any, field: str) -> Marker:
-        """Add a picture as an API has it: a data URL, also in an object, or base64.
+        """Add a picture as an API has it: a data URL, also in an object, or base64, or an address.
 
-        Raises InvalidRequest for the address of a picture, and for no picture at all.
+        Raises InvalidRequest for no picture at all.
         """
         if isinstance(source, dict):
             source = source.get("url") or source.get("data")
         if isinstance(source, str):
-            head, comma, data = source.partition(",")
-            if "://" in head[:MAX_SCHEME]:
-                raise InvalidRequest(f"{field}: the {kind} {REMOTE}", field)
+            head, comma, data = ("", "", "") if is_address(source) else source.partition(",")
             if comma and not head.lower().endswith(";base64"):
                 raise InvalidRequest(
                     f"{field}: the data URL of the {kind} must end its head with ;base64", field
@@ -189,6 +188,21 @@ class MessageBuilder:
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._messages.append({"role": "assistant", "content": []})
         return self._messages[-1]
+
+
+def read_files(value: Any) -> Any:
+    """A part of a message with the bytes of the files and PIL images in it. Raises InvalidRequest."""
+    if isinstance(value, Path):
+        try:
+            return value.read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"messages: {value} cannot be read: {error.strerror}", "messages") from None
+    if hasattr(value, "getexif"):
+        value.convert("RGB").save(file := BytesIO(), "PNG", exif=value.getexif())
+        return file.getvalue()
+    if isinstance(value, dict):
+        return {name: read_files(each) for name, each in value.items()}
+    return [read_files(each) for each in value] if isinstance(value, list) else value
 
 
 def join_texts(texts: Iterable[str]) -> str:

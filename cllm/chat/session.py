@@ -91,10 +91,10 @@ async def open_chat(
 async def encode_pictures(
     engine: EngineClient, pictures: Mapping[str, str], tenant: str = "", *, rows: bool = True
 ) -> tuple[dict[str, Prompt], dict[str, bytes]]:
-    """Pictures in base64, by their markers, as parts of a prompt; and their rows. Raises InvalidRequest."""
+    """Pictures by their markers as parts of a prompt, and their rows. Raises InvalidRequest."""
     if not pictures:
         return {}, {}
-    task = EncodeMedia(tuple(pictures.values()), tenant, rows)
+    task = EncodeMedia(tuple(pictures.values()), tenant, rows, engine.streaming)
     found = await run_tokenizer(engine, task, EncodedMedia)
     if rows:
         engine.metrics.pictures.labels("encoded").inc(found.encoded)

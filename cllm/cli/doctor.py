@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from base64 import b64encode
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +20,7 @@ from typer import Argument, Option
 from cllm import __version__
 from cllm.backend.llama import library
 from cllm.backend.llama.conversion import TARGET, find_gain, pays
-from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.gguf import GgufFile, GgufHeader
 from cllm.backend.llama.kernels import choose_buffers, describe_types
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.placement import list_devices, offer_module
@@ -26,8 +30,9 @@ from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
 from cllm.config import EngineConfig
-from cllm.errors import CllmError
-from cllm.models.resolve import resolve
+from cllm.errors import CllmError, ConfigError
+from cllm.messages import EncodedMedia, EncodeMedia
+from cllm.models.resolve import find_mmproj, resolve
 
 _NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -40,6 +45,10 @@ def doctor_command(
     parallel: Annotated[int, Option(min=0, max=255)] = EngineConfig().parallel,
     ctx_size: Annotated[int, Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, Option(min=0)] = 0,
+    image: Annotated[
+        Path | None, Option(help="Ask about this picture or sound, end to end", show_default=False)
+    ] = None,
+    mmproj: Annotated[str, Option(help="Multimodal projector of --image")] = "",
 ) -> None:
     """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe."""
     table = Table(show_header=False, box=None)
@@ -66,6 +75,8 @@ def doctor_command(
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
         healthy = fit.fits and _probe(fit.ready(config), table)
+        if image is not None and healthy:
+            ask_about(image, msgspec.structs.replace(config, mmproj=mmproj), table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
@@ -139,3 +150,26 @@ def _probe(config: EngineConfig, table: Table) -> bool:
             return True
         table.add_row("probe", f"{name}: {result.detail}")
     return False
+
+
+def ask_about(file: Path, config: EngineConfig, table: Table) -> None:
+    """Add a picture's or sound's rows, and an answer about it, end to end. Raises CllmError."""
+    from cllm.llm import LLM  # with the server's modules
+    from cllm.workers.executor import MEDIA_LIMIT_S, ProcessTokenizer
+
+    if not (mmproj := find_mmproj(Path(config.model), config.mmproj)):
+        raise ConfigError("there is no mmproj beside the model: name one with --mmproj")
+    metadata = GgufFile(Path(mmproj)).metadata
+    table.add_row("mmproj", " ".join(str(metadata[name]) for name in metadata if name.endswith("tor_type")))
+    config = msgspec.structs.replace(config, mmproj=mmproj)
+    with closing(ProcessTokenizer(config, role="media")) as worker, LLM(config=config) as llm:
+        parts = [{"type": "image_url", "image_url": file}, {"type": "text", "text": "What is this?"}]
+        reply = llm.chat([{"role": "user", "content": parts}], max_tokens=32, temperature=0)
+        for rows in (False, True):  # the first time it has to start
+            begin, task = time.monotonic(), EncodeMedia((b64encode(file.read_bytes()).decode(),), rows=rows)
+            found = worker.submit(task).result(MEDIA_LIMIT_S)
+        took = time.monotonic() - begin
+    assert isinstance(found, EncodedMedia)
+    count = sum(span.end - span.begin for span in found.prompts[0].spans)
+    table.add_row("rows", f"{count}, encoded in {took:.2f} s")
+    table.add_row("answer", f"{reply.text!r}, to {reply.usage.prompt_tokens} tokens")

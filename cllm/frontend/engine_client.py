@@ -77,6 +77,11 @@ class EngineClient:
         """It takes pictures or sound."""
         return self.media is not None
 
+    @property
+    def streaming(self) -> bool:
+        """Some request's answer has begun, and goes on."""
+        return any(each.last_token is not None for each in self._queue.requests)
+
     # From start to stop ------------------------------------------------------------------------------
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -195,7 +200,9 @@ class EngineClient:
         return self._call(lambda call_id: messages.UseSlot(call_id, action, slot, name))
 
     def clear_cache(self) -> Future[messages.CacheDone]:
-        """Forget every cached prefix, in all tiers."""
+        """Forget every cached prefix, in all tiers, and rows of pictures."""
+        if self.media is not None:
+            self.media.submit(messages.EncodeMedia((), forget=True))
         return self._call(messages.ClearCache)
 
     def _call(self, command: Callable[[int], messages.Command]) -> Future[Any]:

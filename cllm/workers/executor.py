@@ -27,6 +27,7 @@ from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Attempt, Backof
 
 log = logging.getLogger(__name__)
 THREADS = 2  # of the worker: a long prompt must not hold up the short ones behind it
+MEDIA_AT_ONCE = 8  # pictures in the media worker, of several tasks or of a single one that has more
 LARGE_BYTES = 64 << 10  # takes some 30 ms; at most THREADS - 1 such tasks are in the worker at a time
 MAX_WAITING_BYTES = 128 << 20
 WAIT_LIMIT_S = 30.0
@@ -131,9 +132,11 @@ class PendingTask(Attempt):
             self._grammar_field = task.constraint.field
         long = len(frame) > LARGE_BYTES
         self.limit_s = GRAMMAR_LIMIT_S if self._grammar_field else TEXT_LIMIT_S
+        self.size = 1  # of the worker's capacity
         self._what = "text"
         if isinstance(task, messages.EncodeMedia):
             self._what, self.limit_s = "picture", MEDIA_LIMIT_S
+            self.size, long = len(task.pictures), False
         # One grammar is compiled at a time: a second one would wait for it on the other thread.
         self.large = bool(self._grammar_field) or long
 
@@ -169,7 +172,7 @@ class ProcessTokenizer:
 
     The worker gets as many tasks as it has threads. The others wait here, where they can still be dropped and
     cost no time of their limit: a line for each tenant, and the tenants take turns. With the role of `media`,
-    the tasks are pictures.
+    the tasks have pictures, and these count.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class ProcessTokenizer:
         module: str = WORKER_MODULE,
     ) -> None:
         self._role = role
+        self._capacity = MEDIA_AT_ONCE if role == "media" else THREADS
         self._supervisor = Supervisor(
             role,
             config,
@@ -235,17 +239,20 @@ class ProcessTokenizer:
     def _dispatch(self) -> None:
         """Send what the worker has room for."""
         running = self._running
-        while self._ready and len(running) < THREADS and not any(call.alone for call in running.values()):
+        while self._ready and not any(call.alone for call in running.values()):
             room = sum(call.large for call in running.values()) < THREADS - 1
             fitting = (call for line in self._lines.values() for call in line if room or not call.large)
             call = self._again[0] if self._again else next(fitting, None)
-            if call is None or (running and call.alone):
+            if call is None or (running and (call.alone or not self._has_room(call))):
                 return
             self._remove(call)
             if call.future.running() or call.future.set_running_or_notify_cancel():
                 call.sent_at = time.monotonic()
                 running[call.call_id] = call
                 self._supervisor.send(call.frame)
+
+    def _has_room(self, call: PendingTask) -> bool:
+        return sum(each.size for each in self._running.values()) + call.size <= self._capacity
 
     def _remove(self, call: PendingTask) -> None:
         """Take a task out of those that wait; its tenant's next turn is after all others'."""

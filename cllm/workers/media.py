@@ -9,28 +9,45 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import threading
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from PIL import Image, ImageOps
 
+from cllm.backend.llama.fingerprint import sample_digest, state_fingerprint
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.media import MediaEncoder, Picture, Sound
+from cllm.backend.llama.media import MediaEncoder, MediaPrompt, Picture, Sound
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.threads import default_threads
-from cllm.config import EngineConfig
-from cllm.errors import CllmError, InvalidRequest, NotSupported
+from cllm.backend.llama.placement import encoder_device, wants_gpu
+from cllm.backend.llama.threads import compute_threads
+from cllm.config import EngineConfig, split_list
+from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, get_cache_folder, touch
+from cllm.core.kv_cache.prefix_index import CachedPrefix
+from cllm.core.kv_cache.tiers import Entry
+from cllm.errors import CllmError, InvalidRequest, NotSupported, StorageFailed
 from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_ROW_BYTES, MAX_SOUND_S, check
 from cllm.messages import EncodedMedia, EncodeMedia, TokenizerAnswer, TokenizerTask
+from cllm.names import is_address
 from cllm.types import Failure, Prompt, TokenBound
 from cllm.workers.channel import Channel
+from cllm.workers.executor import MEDIA_AT_ONCE
 from cllm.workers.tokenizer import answer_tasks, limit_memory
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+BESIDE_STREAMS = 2  # half of the cores are the encoder's, while streams are computed
+NICENESS = 10
+REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
 CACHE_BYTES = 256 << 20  # of rows: some hundred pictures of a usual model
-SHARE = 2  # half of the cores: the engine computes meanwhile
+RowKey = tuple[str, bytes]  # a tenant, and the digest of a picture's file
 Image.MAX_IMAGE_PIXELS = None  # `decode_picture` has a limit of its own, and says which
 
 
@@ -46,36 +63,85 @@ class CachedRows(NamedTuple):
 
 
 class RowCache:
-    """Rows of pictures by tenant and file, least recently used out; at most `limit` bytes."""
+    """Rows of pictures by tenant and file, least recently used out; at most `limit` bytes.
 
-    def __init__(self, limit: int = CACHE_BYTES) -> None:
+    With a `folder` also there, within the limit of the disk cache: entries whose tokens are a file's digest.
+    """
+
+    def __init__(self, limit: int = CACHE_BYTES, folder: CacheFolder | None = None, disk_mb: int = 0) -> None:
         self.limit = limit
         self.size = 0
-        self._entries: OrderedDict[tuple[str, bytes], CachedRows] = OrderedDict()
+        self._entries: OrderedDict[RowKey, CachedRows] = OrderedDict()
+        self._folder, self._disk_limit = folder, disk_mb << 20
 
-    def get(self, key: tuple[str, bytes]) -> CachedRows | None:
+    def get(self, key: RowKey) -> CachedRows | None:
+        if key not in self._entries and self._folder is not None:
+            prefix = CachedPrefix(key[0], array("i", key[1]))
+            path = self._folder.get_path(prefix)
+            with suppress(CllmError, msgspec.MsgspecError):  # damaged files are misses
+                state = self._folder.read(DiskEntry(prefix, path, 0)).state
+                self._keep(key, msgspec.msgpack.decode(state, type=CachedRows))
+                touch(path)
         if (found := self._entries.get(key)) is not None:
             self._entries.move_to_end(key)
         return found
 
-    def put(self, key: tuple[str, bytes], rows: CachedRows) -> None:
+    def put(self, key: RowKey, rows: CachedRows) -> None:
         """Keep rows that are not here yet, unless they are larger than the whole cache."""
+        if key not in self._entries and self._folder is not None:
+            entry = Entry(key[0], array("i", key[1]), msgspec.msgpack.encode(rows))
+            with suppress(StorageFailed):
+                deque(self._folder.write(entry, self._disk_limit), 0)
+        self._keep(key, rows)
+
+    def _keep(self, key: RowKey, rows: CachedRows) -> None:
         if rows.size <= self.limit and key not in self._entries:
             self._entries[key] = rows
             self.size += rows.size
         while self.size > self.limit:
             self.size -= self._entries.popitem(last=False)[1].size
 
+    def clear(self) -> None:
+        self._entries.clear()
+        self.size = 0
+        if self._folder is not None:
+            self._folder.clear()
+
+
+class _Waiting(NamedTuple):
+    """A picture that is to be encoded, or is in part."""
+
+    media: MediaPrompt
+    found: Future[CachedRows]
+    rows: dict[str, bytes]
+
 
 class MediaWorker:
-    """Encodes the pictures of one task at a time; the same picture of a tenant once."""
+    """Encodes pictures of several tasks, together where the projector can; a tenant's equal pictures once."""
 
-    def __init__(self, encoder: MediaEncoder, *, shared: bool = False) -> None:
-        """With `shared`, tenants share the rows of equal pictures."""
+    def __init__(
+        self,
+        encoder: MediaEncoder,
+        *,
+        cache: RowCache | None = None,
+        shared: bool = False,
+        threads: int = 1,
+        fetch: Callable[[str, int], bytes] | None = None,
+    ) -> None:
+        """With `shared`, tenants share the rows of equal pictures. Without `fetch`, addresses are refused."""
         self._encoder = encoder
-        self._cache = RowCache()
+        self._cache = cache or RowCache()
+        self._fetch = fetch or read_file  # which refuses addresses
         self._shared = shared
-        self._lock = threading.Lock()
+        self._threads = threads
+        self._lock = threading.Lock()  # of what is cached and pending
+        self._decoding = threading.Lock()  # a picture takes most memory then
+        self._encoding = threading.Lock()
+        self._pending: dict[RowKey, Future[CachedRows]] = {}
+        self._waiting: list[_Waiting] = []  # first come, first encoded
+        # Without streams the encoder has all cores, but gives way: the engine may begin to compute meanwhile.
+        gentle = ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,))
+        self._lanes = {True: ThreadPoolExecutor(1), False: gentle}
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as a Failure, never as an exception."""
@@ -83,8 +149,10 @@ class MediaWorker:
             if not isinstance(task, EncodeMedia):
                 raise NotSupported("the media worker takes pictures only")
             check(len(task.pictures), MAX_PICTURES, "pictures", "messages", "send fewer")
-            with self._lock:
-                return self._encode(task)
+            if task.forget:
+                with self._lock:
+                    self._cache.clear()
+            return self._encode(task)
         except CllmError as error:
             return Failure.of(error)
 
@@ -92,24 +160,73 @@ class MediaWorker:
         prompts: list[Prompt] = []
         rows: dict[str, bytes] = {}
         encoded = size = 0
-        for number, given in enumerate(task.pictures, 1):
-            data = read_file(given, number)
-            key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
-            found = self._cache.get(key)
-            if found is None:
-                with self._encoder.tokenize([self._decode(data, number)], add_special=False) as tokenized:
-                    values = self._encoder.encode([tokenized]) if task.rows else {}
-                    found = CachedRows(
-                        tokenized.prompt, {name: each.tobytes() for name, each in values.items()}
-                    )
-                encoded += task.rows
-            if task.rows:
-                self._cache.put(key, found)
+        for begin in range(0, len(task.pictures), MEDIA_AT_ONCE):  # what waits is in memory
+            given = enumerate(task.pictures[begin : begin + MEDIA_AT_ONCE], begin + 1)
+            for future, new in [self._start(task, each, number) for number, each in given]:
+                found = future.result()
+                encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
                 check(size, MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures")
                 rows |= found.rows
-            prompts.append(found.prompt)
+                prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
+
+    def _start(self, task: EncodeMedia, given: str, number: int) -> tuple[Future[CachedRows], bool]:
+        """The rows of a picture, as soon as they are there; and whether they are encoded for this task."""
+        data = (self._fetch if is_address(given) else read_file)(given, number)
+        key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
+        future = Future[CachedRows]()
+        with self._lock:
+            if task.rows and key in self._pending:
+                return self._pending[key], False
+            if (cached := self._cache.get(key)) is not None:
+                future.set_result(cached)
+                return future, False
+            if task.rows:
+                self._pending[key] = future
+                future.add_done_callback(partial(self._keep, key))
+        try:
+            with self._decoding:
+                media = self._encoder.tokenize([self._decode(data, number)], add_special=False)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        if not task.rows:
+            future.set_result(CachedRows(media.prompt, {}))
+            media.close()
+            return future, False
+        self._waiting.append(_Waiting(media, future, {}))
+        threads = max(1, self._threads // BESIDE_STREAMS) if task.streams else self._threads
+        for _ in media.chunks:  # each call encodes one at least
+            self._lanes[task.streams].submit(self._encode_waiting, threads)
+        return future, True
+
+    def _keep(self, key: RowKey, found: Future[CachedRows]) -> None:
+        with self._lock:
+            del self._pending[key]
+            if found.exception() is None:
+                self._cache.put(key, found.result())
+
+    def _encode_waiting(self, threads: int) -> None:
+        """Encode chunks of the pictures that wait, whichever task's, as many as go together."""
+        with self._encoding:
+            waiting = self._waiting[:]
+            parts = ((each, *chunk) for each in waiting for chunk in each.media.chunks.items())
+            left = {(id(each), name): chunk for each, name, chunk in parts if name not in each.rows}
+            if not left:
+                return  # they were encoded with others
+            places = {id(each): each for each in waiting}
+            try:
+                for (place, name), values in self._encoder.encode_batch(left, threads).items():
+                    places[place].rows[name] = values.tobytes()
+            except Exception as error:  # the others are tried again
+                waiting[0].found.set_exception(error)
+            for each in waiting:
+                if len(each.rows) == len(each.media.chunks):
+                    each.found.set_result(CachedRows(each.media.prompt, each.rows))
+                if each.found.done():
+                    self._waiting.remove(each)
+                    each.media.close()
 
     def _decode(self, data: bytes, number: int) -> Picture | Sound:
         if not is_sound(data):
@@ -122,6 +239,8 @@ class MediaWorker:
 
 def read_file(given: str, number: int) -> bytes:
     """The bytes of a picture in base64. Raises InvalidRequest for bad base64, and for too many or none."""
+    if is_address(given):
+        raise InvalidRequest(f"picture {number} {REMOTE}", "messages")
     check(len(given) * 3 // 4 - 2, MAX_PICTURE_BYTES, "bytes of a picture", "messages", "send a smaller one")
     try:
         data = base64.b64decode("".join(given.split()), validate=True)
@@ -157,12 +276,25 @@ def decode_picture(data: bytes, number: int = 1) -> Picture:
     return Picture(*image.size, image.tobytes())
 
 
+def fingerprint(config: EngineConfig) -> str:
+    """What rows on disk depend on: the projector, and the model whose tokens stand around them."""
+    return f"rows of {sample_digest(Path(config.mmproj))}\n{state_fingerprint(config, unified=False)}"
+
+
 def serve_media(channel: Channel, config: EngineConfig) -> None:
     """Answer tasks until the parent closes its end."""
-    library, frees = load(), DeferredFrees()
+    library, frees = load(gpu=wants_gpu(config)), DeferredFrees()
     model = LlamaModel(library, config, frees, weights=False)
-    threads = config.threads or max(1, default_threads() // SHARE)
-    encoder = MediaEncoder(library, model, Path(config.mmproj), frees, threads=threads)
+    threads, device = compute_threads(config), encoder_device(config)
+    encoder = MediaEncoder(library, model, Path(config.mmproj), frees, threads=threads, device=device)
+    fetch = None
+    if config.media_hosts:
+        from cllm.workers.media_fetcher import MediaFetcher  # with httpx
+
+        fetch = MediaFetcher(split_list(config.media_hosts))
     limit_memory()
-    worker = MediaWorker(encoder, shared=config.share_prefixes_across_tenants)
-    answer_tasks(channel, worker.perform, TokenBound())
+    kept, shared = config.prefix_cache and config.cache_disk_mb, config.share_prefixes_across_tenants
+    folder = CacheFolder(get_cache_folder(config.cache_dir), partial(fingerprint, config)) if kept else None
+    cache = RowCache(CACHE_BYTES, folder, kept or 0)
+    worker = MediaWorker(encoder, cache=cache, shared=shared, threads=threads, fetch=fetch)
+    answer_tasks(channel, worker.perform, TokenBound(), threads=MEDIA_AT_ONCE)

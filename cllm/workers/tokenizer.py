@@ -163,7 +163,11 @@ def limit_memory() -> None:
 
 
 def answer_tasks(
-    channel: Channel, perform: Callable[[messages.TokenizerTask], messages.TokenizerAnswer], bound: TokenBound
+    channel: Channel,
+    perform: Callable[[messages.TokenizerTask], messages.TokenizerAnswer],
+    bound: TokenBound,
+    *,
+    threads: int = THREADS,
 ) -> None:
     """Perform what comes in, several tasks at a time, until the parent closes its end.
 
@@ -180,6 +184,6 @@ def answer_tasks(
         channel.send(msgspec.msgpack.encode(messages.TokenizerReply(call.call_id, answer)))
 
     channel.send(msgspec.msgpack.encode(messages.TokenizerReady(bound)))
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         while (frame := channel.receive()) is not None:
             pool.submit(answer, decoder.decode(frame))

@@ -253,6 +253,7 @@ ROWS = (
     Row("tags", "--tags small,fast"),
     Row("mmproj", "--mmproj {mmproj}"),
     Row("no_mmproj", "--no-mmproj --mmproj {mmproj}"),
+    Row("media_hosts", "--media-hosts example.org,*.example.com --mmproj {mmproj}"),
     Row("chat_template", "--chat-template chatml"),
     Row("chat_template", "--chat-template {template}"),
     Row("gpu_layers", "--gpu-layers 0"),

@@ -13,10 +13,11 @@ import anthropic
 import ollama
 import openai
 import pytest
+from PIL import Image
 
 from cllm.backend.llama.library import load
 from cllm.backend.llama.media import Part, PromptText
-from cllm.errors import LibraryError
+from cllm.errors import InvalidRequest, LibraryError
 from cllm.llm import LLM
 from cllm.workers.media import decode_picture
 from tests.driver.engine import StepDriver
@@ -164,6 +165,27 @@ def test_every_api_takes_a_picture(seeing: Server) -> None:
             assert found.prompt_eval_count in lengths
 
 
+def test_rows_outlive_a_server_until_they_are_cleared(files: MediaModel, tmp_path: Path) -> None:
+    question = ask("Look at it.", make_file(30))
+    flags = (
+        str(files.model),
+        "--parallel",
+        "1",
+        "--cache-dir",
+        str(tmp_path),
+        "--cache-disk-mb",
+        "64",
+        *EXACT,
+    )
+    with Server(tmp_path / "first", *flags) as server:
+        before = text_of(answer(server, question))
+    with Server(tmp_path / "second", *flags) as server:
+        assert text_of(answer(server, question)) == before and count(server, "encoded") == 0
+        assert server.post("/admin/cache/clear", {}).status_code == 200
+        assert not list(tmp_path.glob("kv/*/*"))
+        assert text_of(answer(server, question)) == before and count(server, "encoded") == 1
+
+
 def test_a_raw_prompt_takes_pictures(seeing: Server) -> None:
     marker = seeing.get("/props")["media_marker"]
     question = ask("What is this?", make_file(1))
@@ -243,13 +265,22 @@ def test_no_mmproj_leaves_pictures_out(files: MediaModel, tmp_path: Path) -> Non
         assert not server.get("/props")["modalities"]["vision"]
 
 
-def test_the_python_api_takes_bytes(seeing: Server, files: MediaModel) -> None:
-    part = {"type": "image_url", "image_url": make_file(1)}
-    asked = {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}
+def test_the_python_api_takes_bytes_paths_and_images(
+    seeing: Server, files: MediaModel, tmp_path: Path
+) -> None:
+    def show_any(image: Any) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": image}
+        return {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}
+
+    path = tmp_path / "picture.png"
+    path.write_bytes(make_file(1))
+    images = [make_file(1), path, {"url": path}, Image.open(path)]
     exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
     with LLM(files.model, parallel=1, ctx_size=1024, threads=1, cache_disk_mb=0, **exact) as llm:
-        reply = llm.chat([asked], max_tokens=12, temperature=0)
-    assert reply.text == text_of(answer(seeing, ask("What is this?", make_file(1))))
+        texts = [llm.chat([show_any(each)], max_tokens=12, temperature=0).text for each in images]
+        with pytest.raises(InvalidRequest, match="cannot be read: No such file"):
+            llm.chat([show_any(tmp_path / "none.png")])
+    assert set(texts) == {text_of(answer(seeing, ask("What is this?", make_file(1))))}
 
 
 @pytest.mark.parametrize("kind", ["non-causal", "grid"])
@@ -318,6 +349,16 @@ def test_what_is_no_sound_is_refused(hearing: Server, seeing: Server) -> None:
         assert "ask for json or text" in shaped.json()["error"]["message"]
         empty = client.post("/v1/audio/transcriptions", data={"model": "m"})
         assert empty.status_code in (400, 415)
+
+
+def test_doctor_asks_about_a_picture(files: MediaModel, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(make_file(1))
+    found = cllm("doctor", str(files.model), "--image", str(picture), "--threads", "1")
+    assert found.returncode == 0, found.stdout
+    assert "janus_pro" in found.stdout and f"{ROWS}, encoded in" in found.stdout
+    found = cllm("doctor", str(files.model), "--image", str(tmp_path / "none.png"), "--threads", "1")
+    assert found.returncode == 1 and "cannot be read" in found.stdout
 
 
 def test_the_terminal_shows_a_picture(seeing: Server, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         config,
         model=config.draft_model,
         draft_model="",
+        mmproj="",
         alias="",
         chat_template="",
         pooling="",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,9 @@ from cllm.errors import EngineError, InvalidRequest, ModelFileError, NotSupporte
 from cllm.types import Prompt, Span, make_pseudo_ids
 
 Rows = npt.NDArray[np.float32]
+Name = TypeVar("Name", bound=Hashable)
 _TEXT, _IMAGE = 0, 1  # mtmd_input_chunk_type
+_SENTINEL, _CONTEXT_WORDS = 0x5EED_2E5, 128  # a number of threads to be found again; of an mtmd_context
 _FULL, _OTHER_SHAPE = 2, 3  # of mtmd_batch_add_chunk: it goes into the next batch
 
 
@@ -72,14 +74,18 @@ class MediaEncoder(Owned):
         deferred_frees: DeferredFrees,
         *,
         threads: int,
-        gpu: bool = False,
+        device: str = "",
     ) -> None:
-        """Raise LibraryError without libmtmd, ModelFileError for a file that does not suit the model."""
+        """The `device` is a GPU's name; else the CPU encodes.
+
+        Raise LibraryError without libmtmd, ModelFileError for a file that does not suit the model.
+        """
         library.load_media()
         self._api = api = library.api
         params = api.mtmd_context_params_default()
-        params.use_gpu, params.n_threads = gpu, threads
-        params.print_timings = params.warmup = False
+        params.use_gpu, params.print_timings, params.n_threads = bool(device), False, _SENTINEL
+        if device:
+            params.device = api.ggml_backend_dev_by_name(device.encode())
         pointer = api.mtmd_init_from_file(str(mmproj).encode(), model.pointer, params)
         if not pointer:
             raise ModelFileError(
@@ -87,6 +93,8 @@ class MediaEncoder(Owned):
                 "CLLM_LOG_LEVEL=debug shows llama.cpp's reasons"
             )
         super().__init__(pointer, api.mtmd_free, deferred_frees)
+        self._threads = self._find_threads()
+        self._threads.value = threads
         self.sees = bool(api.mtmd_support_vision(pointer))
         self.sample_rate = max(0, int(api.mtmd_get_audio_sample_rate(pointer)))  # 0: it does not hear
         self._model = model  # whose vocabulary it reads
@@ -231,16 +239,18 @@ class MediaEncoder(Owned):
         waiting = {media: chunk for each in prompts for media, chunk in each.chunks.items()}
         rows: dict[str, Rows] = {}
         while waiting:
-            rows |= self._encode_batch(waiting)
+            rows |= self.encode_batch(waiting)
             for media in rows.keys() & waiting.keys():
                 del waiting[media]
         return rows
 
-    def _encode_batch(self, chunks: dict[str, Any]) -> dict[str, Rows]:
-        """Encode as many of the chunks as go together, at least one."""
+    def encode_batch(self, chunks: Mapping[Name, Any], threads: int = 0) -> dict[Name, Rows]:
+        """Encode as many of the chunks as go together, at least one; with other `threads` from now on."""
         api = self._api
+        if threads:
+            self._threads.value = threads
         with Owned(api.mtmd_batch_init(self.pointer), api.mtmd_batch_free, self.deferred_frees) as batch:
-            taken: dict[str, Any] = {}
+            taken: dict[Name, Any] = {}
             for media, chunk in chunks.items():
                 code = api.mtmd_batch_add_chunk(batch.pointer, chunk)
                 if code in (_FULL, _OTHER_SHAPE) and taken:
@@ -251,6 +261,13 @@ class MediaEncoder(Owned):
             if (code := api.mtmd_batch_encode(batch.pointer)) != 0:
                 raise EngineError(f"libmtmd could not encode a picture or sound (code {code})")
             return {media: self._read_rows(batch.pointer, chunk) for media, chunk in taken.items()}
+
+    def _find_threads(self) -> ctypes.c_int32:
+        """Where the context has its number of threads: libmtmd takes it at the load only."""
+        address = ctypes.cast(self.pointer, ctypes.c_void_p).value or 0
+        words = (ctypes.c_int32 * _CONTEXT_WORDS).from_address(address)
+        (place,) = (index for index, word in enumerate(words) if word == _SENTINEL)
+        return ctypes.c_int32.from_buffer(words, 4 * place)
 
     def _read_rows(self, batch: Any, chunk: Any) -> Rows:
         count = int(self._api.mtmd_input_chunk_get_n_tokens(chunk))

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _MIB = 1 << 20
 RUNTIME = 190 * _MIB  # Python and libraries of the three processes, as measured
 MEDIA_RUNTIME = 384 * _MIB  # of the media worker beside the mmproj: Python, the cache of rows, a picture
+MEDIA_CONTEXT = 1024 * _MIB  # of a GPU, for its second process: a context of the driver, and a picture
 VOCABULARY_BYTES = 1400  # of a token's tables in the engine and in the tokenizer worker, as measured
 GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
 GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
@@ -146,6 +147,7 @@ class MemoryFit:
         self.kv = sum(place.kv for place in self.places)
         self.compute = sum(place.compute for place in self.places)
         self.draft = sum(place.draft for place in self.places)
+        self.media = sum(place.media for place in self.places)
         self.needed = sum(place.needed - place.shared for place in self.places)
         tokens = min(config.embed_tokens or self.share, header.context_train)
         limits = EmbedLimits(
@@ -249,6 +251,9 @@ class MemoryFit:
             drafts = self._dry.measure(draft_config(config, config.max_request_tokens or share))
 
         weights = sum(sizes.model for sizes in found.values())
+        used = placement.devices if placement.gpu_layers else ()
+        mmproj = Path(config.mmproj).stat().st_size if config.mmproj else 0
+        encoder = used[0].name if used else HOST
 
         def place(name: str, free: int | None, more: int, reserve: int = 0) -> Place:
             sizes, draft = found.get(name, Sizes()), sum(drafts.get(name, Sizes()))
@@ -256,10 +261,10 @@ class MemoryFit:
                 return Place(name, free)
             # An adapter lies where the weights are that it changes.
             model = int(sizes.model * (self._scale + self.adapters / max(1, weights)))
-            return Place(name, free, model, sizes.kv, sizes.compute + more, draft, reserve)
+            media = mmproj + (MEDIA_CONTEXT if used else 0) if mmproj and name == encoder else 0
+            return Place(name, free, model, sizes.kv, sizes.compute + more, draft, media, reserve)
 
         scratch = self._placer.converted(share * max(config.slots, parallel))
-        used = placement.devices if placement.gpu_layers else ()
         devices = [place(device.name, device.free, scratch, DEVICE_RESERVE) for device in used]
         if config.split_mode == "row" and devices:  # llama.cpp counts them where the rest of the layer is
             rows = sum(one.model for one in devices) / sum(self._placer.parts)
@@ -267,8 +272,7 @@ class MemoryFit:
             devices = [one._replace(model=int(rows * part)) for one, part in split]
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
-        media = MEDIA_RUNTIME + Path(config.mmproj).stat().st_size if config.mmproj else 0
-        host = place(HOST, self.available, RUNTIME + tables + media)
+        host = place(HOST, self.available, RUNTIME + tables + (MEDIA_RUNTIME if mmproj else 0))
         shared = sum(one.needed for one, device in zip(devices, used, strict=True) if device.integrated)
         return (host._replace(shared=shared), *devices)
 
@@ -310,6 +314,7 @@ class MemoryFit:
             return "; ".join(place.describe() for place in self.places if place.needed)
         available = "unknown" if self.available is None else mib(self.available)
         draft = f"+ draft model {mib(self.draft)} " if self.draft else ""
+        draft += f"+ mmproj {mib(self.media)} " if self.media else ""
         return (
             f"model {mib(self.model)} + KV {mib(self.kv)} ({self.share} cells for each of {self.slots}) "
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"

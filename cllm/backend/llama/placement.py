@@ -109,12 +109,13 @@ class Place(NamedTuple):
     kv: int = 0
     compute: int = 0
     draft: int = 0
+    media: int = 0
     reserve: int = 0
     shared: int = 0  # what integrated GPUs take of it
 
     @property
     def needed(self) -> int:
-        return self.model + self.kv + self.compute + self.draft + self.reserve + self.shared
+        return self.model + self.kv + self.compute + self.draft + self.media + self.reserve + self.shared
 
     @property
     def fits(self) -> bool:
@@ -127,7 +128,8 @@ class Place(NamedTuple):
 
     def describe(self) -> str:
         """The sum, in MiB."""
-        parts = {"draft model": self.draft, "reserve": self.reserve, "integrated GPU": self.shared}
+        parts = {"draft model": self.draft, "mmproj": self.media, "reserve": self.reserve}
+        parts["integrated GPU"] = self.shared
         more = "".join(f" + {name} {mib(size)}" for name, size in parts.items() if size)
         free = "unknown" if self.free is None else mib(self.free)
         return (
@@ -250,6 +252,12 @@ def _choose_parts(config: EngineConfig, devices: Sequence[Device]) -> list[float
         return given + [0.0] * (len(devices) - len(given))
     found = [float(max(0, device.free - DEVICE_RESERVE) // _MIB) for device in devices]
     return found if any(found) else [1.0] * len(devices)
+
+
+def encoder_device(config: EngineConfig) -> str:
+    """The GPU that encodes pictures, the first of those with layers; empty without. The library is loaded."""
+    devices = _choose_devices(config, tuple(_read_devices())) if wants_gpu(config) else ()
+    return devices[0].name if devices else ""
 
 
 def _read_devices() -> Iterator[Device]:
