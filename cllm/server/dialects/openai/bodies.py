@@ -189,7 +189,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
     type: Annotated[Name, about("`text`, `image_url`, `input_image`, `refusal`, `thinking` …", "text")]
     image_url: Annotated[
         JsonValue,
-        about('A picture as a data URL, also as `{"url": …}`; addresses are refused', PICTURE),
+        about('A picture as a data URL, also as `{"url": …}`; addresses only of `--media-hosts`', PICTURE),
     ] = None
     input_audio: Annotated[
         JsonValue, about('A WAV, MP3 or FLAC file in base64, as `{"data": …, "format": "wav"}`', SOUND)
