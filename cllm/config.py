@@ -26,6 +26,7 @@ LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
 MODES = "^(none|layer|row)$"
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 LOAD_MODE = rf"^(auto|none|mmap|mlock|mmap\+mlock|dio)$(?#one of {', '.join(LOAD_MODES)})"
+DRAFTS = "^(auto|ngram|model|mtp|off)$"
 ROPE_SCALING = "^(none|linear|yarn)?$"
 OVERRIDE = (
     r"^[\w.-]{1,127}=(int:-?\d{1,9}|float:-?\d+(\.\d+)?(e-?\d\d?)?|bool:(true|false)|str:[ -~]{0,127})$"
@@ -45,7 +46,7 @@ GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
     "prefix_cache": "cache",
-    "draft_tokens": "speculation",
+    "draft": "speculation",
     "host": "server",
     "api_keys": "security",
 }
@@ -189,11 +190,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
 
+    draft: Annotated[
+        str,
+        _option("Drafter: ngram, model (--draft-model), mtp (the model's own head), off.", pattern=DRAFTS),
+    ] = "auto"
     draft_tokens: Annotated[int, _option("Draft tokens of a sequence, if they pay. 0: off.", 0, 64)] = 8
     draft_rollback: Annotated[
         int, _rare("Draft tokens that a hybrid model can take back; each takes one more state a slot.", 0, 64)
     ] = 0
     draft_model: Annotated[str, _file("Draft model of the same vocabulary. Default: n-gram lookup.")] = ""
+
+    @property
+    def drafter(self) -> str:
+        """The kind of drafter, as far as the settings say it: mtp, model, ngram or off."""
+        if self.draft == "off" or not self.draft_tokens:
+            return "off"
+        return self.draft if self.draft != "auto" else "model" if self.draft_model else "ngram"
 
     @property
     def names(self) -> list[str]:

@@ -252,7 +252,7 @@ def _read_adapters(value: str, *, scaled: bool) -> dict[str, Any]:
 
 _REPLACED = ("samplers", "json_schema")
 _NO_REASONING = {"reasoning_effort": "none"}
-_DRAFTS = re.compile("ngram|draft-simple")
+_DRAFTS = re.compile("ngram|draft-simple|draft-mtp")
 _LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
 # The settings and fields of requests that follow from a value; None if it has no counterpart.
 _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {

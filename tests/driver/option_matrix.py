@@ -322,6 +322,7 @@ ROWS = (
         use=use_two_keys,
     ),
     # Speculation
+    Row("draft", "--draft off"),
     Row("draft_tokens", "--draft-tokens 0"),
     Row("draft_tokens", "--draft-tokens 64"),
     Row("draft_rollback", "--draft-rollback 4", "rollback"),

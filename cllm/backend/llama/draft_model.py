@@ -27,6 +27,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         model=config.draft_model,
+        draft="off",
         draft_model="",
         mmproj="",
         alias="",

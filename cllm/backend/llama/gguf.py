@@ -212,6 +212,11 @@ class GgufHeader:
         return self.architecture not in _NO_MEMORY or f"{self.architecture}.pooling_type" not in self.metadata
 
     @property
+    def head(self) -> bool:
+        """True with a layer for multi-token prediction that can be used."""
+        return self.number("nextn_predict_layers") == 1
+
+    @property
     def ranks(self) -> bool:
         """True with a classification head, so for a reranker."""
         return any(tensor.name.startswith("cls.") for tensor in self.tensors)

@@ -53,6 +53,8 @@ MAX_PARALLEL = 8
 # A coding agent's first message (16,000 tokens) and the answer to it: a second slot must not cost that.
 AGENT_SHARE = 20480
 MIN_SHARE = 512
+HEADS = ("glm4moe", "qwen35", "qwen35moe")  # architectures whose head drafts without being asked for
+HEAD_ROLLBACK = 3  # tokens: more drafts of a head seldom all come true, and each takes a state a slot
 # Where a model is prepared beside others, by device: bytes it may take, and how many others free before that.
 ROOM: dict[str, tuple[int, int]] = {}
 MAX_MORE_CPU_LAYERS = 1.25  # times as many on the CPU, which the time of a step follows, for `AGENT_SHARE`
@@ -360,6 +362,24 @@ def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[De
     return longer if same and longer.fits else fit
 
 
+def choose_head(header: GgufHeader, config: EngineConfig) -> EngineConfig:
+    """Draft by the model's head (MTP) if asked for, or if it can and nothing else is. Raises ConfigError."""
+    hybrid = header.number("ssm.state_size") > 0
+    if config.draft == "auto" and config.drafter == "ngram" and header.architecture in HEADS and header.head:
+        if config.draft_rollback or not hybrid:
+            return msgspec.structs.replace(config, draft="mtp")
+    elif config.drafter == "mtp":
+        if not header.head:
+            raise ConfigError(
+                "draft mtp: the model's file has no layer for multi-token prediction, or several"
+            )
+        if hybrid and not config.draft_rollback:
+            return msgspec.structs.replace(config, draft_rollback=min(config.draft_tokens, HEAD_ROLLBACK))
+    elif config.drafter == "model" and not config.draft_model:
+        raise ConfigError("draft model: --draft-model says which")
+    return config
+
+
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
     """Read the header and the chat template, check the memory. Raises SetupError; loads nothing.
 
@@ -383,6 +403,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
+    config = choose_head(header, config)
     if config.draft_model:
         draft = Path(config.draft_model).resolve()
         GgufHeader(draft)  # is there, and one

@@ -127,6 +127,7 @@ class LlamaModel(Owned):
         overrides = _pack_overrides(metadata)
         params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
+        params.load_mtp = config.drafter == "mtp"
         params.use_extra_bufts = config.extra_buffers is not False
         placed = _place(library, config, params, vocabulary_only=vocabulary_only or not weights)
         path = Path(config.model)
