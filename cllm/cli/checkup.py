@@ -314,11 +314,13 @@ def _check_speed(llm: LLM, config: EngineConfig) -> Found:
     shown = ", ".join(f"{speed:.0f} tokens/s at {count}" for count, speed in speeds.items())
     lengths = f"{answers[0].usage.prompt_tokens},{TOKENS}"
     command = [str(find() / "bin" / "llama-bench"), "-m", config.model, "-p", "0", "-n", "0", "-pg", lengths]
-    command += ["-r", "3", "-o", "json", "-ngl", str(config.gpu_layers)]
+    command += ["-r", "2", "-o", "json", "-ngl", str(config.gpu_layers)]
     command += ["-t", str(config.threads or default_threads())]
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=BENCH_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return None, f"{shown}; not compared: no llama-bench (`cllm build --with-server`)"
+    except subprocess.SubprocessError:
+        return None, f"{shown}; not compared: llama-bench failed, or took {BENCH_LIMIT_S:.0f} s"
     theirs = TOKENS * 1e9 / json.loads(done.stdout)[0]["avg_ns"]
     return speeds[1] >= SPEED * theirs, f"{shown}; llama-bench {theirs:.0f} at 1"

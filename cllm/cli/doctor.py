@@ -73,7 +73,7 @@ def doctor_command(
         trained = f"{len(header.tensors)} tensors, trained for {header.context_train} tokens"
         table.add_row("model", f"{header.path.name}: {header.architecture}, {trained}")
         _weights(header, config, embedded=not model, table=table)
-        table.add_row("placement", fit.placement.describe())
+        table.add_row("placement", fit.describe_placement())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
