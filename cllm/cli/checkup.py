@@ -63,7 +63,7 @@ def check(name: str, function: Callable[..., Found], *arguments: Any) -> Finding
     """Do one check; an error in it is what it found."""
     try:
         return Finding(name, *function(*arguments))
-    except (CllmError, ValueError, LookupError, TypeError) as error:
+    except Exception as error:  # of templates and answers in any other shape
         return Finding(name, False, f"{error or type(error).__name__}")
 
 
@@ -97,6 +97,8 @@ def examine_texts(config: EngineConfig) -> list[Finding]:
         findings.append(check("template", _check_template, builder, model.vocabulary))
         findings.append(check("calls in history", _check_history, builder))
         findings.append(check("as Transformers", _compare_rendered, template))
+    else:
+        findings.append(Finding("template", None, "the file has none: ChatML takes its place"))
     model.close()
     return findings
 
@@ -112,14 +114,15 @@ PARTS = {"tensors": examine_weights, "vocabulary": examine_texts, "mmproj": exam
 
 
 def _check_tensors(config: EngineConfig, library: Library) -> Found:
-    """Find values that are not finite, and matrices of zeros: holes that a download left."""
+    """Find values that are not finite, and matrices of layers with zeros only: holes that a download left."""
     header, damaged = GgufHeader.of(config), []
     for part in header.parts:
         with part.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             for tensor in part.tensors:
                 data = np.frombuffer(view, np.uint8, tensor.size or 0, part.data_begin + tensor.offset)
                 valid = library.api.ggml_validate_row_data(tensor.type_id, data.ctypes.data, len(data))
-                filled = len(tensor.shape) < 2 or data[:4096].any() or data.any()
+                matrix = tensor.name.startswith("blk.") and len(tensor.shape) > 1
+                filled = not matrix or data[:4096].any() or data.any()
                 damaged += [] if valid and filled else [tensor.name]
                 del data  # or the file could not be closed
     wrong = f"{len(damaged)} are not finite, or only zeros: {', '.join(damaged[:3])}"
@@ -220,8 +223,9 @@ def _check_memory(llm: LLM, fit: MemoryFit) -> Found:
     except OSError:
         return None, "this system does not tell what a process holds"
     needed, held = fit.places[0].needed, sum(pages) * os.sysconf("SC_PAGE_SIZE")
-    shown = f"the host: predicted {needed >> 20} MiB, held {held >> 20}"
-    return MEMORY[0] <= needed / held <= MEMORY[1], shown
+    media = llm.info.sees or llm.info.hears  # whose worker starts when it is needed
+    right = MEMORY[0] <= needed / held and (media or needed / held <= MEMORY[1])
+    return right, f"the host: predicted {needed >> 20} MiB, held {held >> 20}"
 
 
 def _check_prose(llm: LLM) -> Found:
