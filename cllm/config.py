@@ -23,7 +23,7 @@ KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank|none)?$"
 LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
-MODES = "^(none|layer|row)$"
+MODES = "^(none|layer|row|tensor)$"
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 LOAD_MODE = rf"^(auto|none|mmap|mlock|mmap\+mlock|dio)$(?#one of {', '.join(LOAD_MODES)})"
 DRAFTS = "^(auto|ngram|model|mtp|off)$"
@@ -32,6 +32,7 @@ OVERRIDE = (
     r"^[\w.-]{1,127}=(int:-?\d{1,9}|float:-?\d+(\.\d+)?(e-?\d\d?)?|bool:(true|false)|str:[ -~]{0,127})$"
     "(?#KEY=TYPE:VALUE with a type of int, float, bool or str, as tokenizer.ggml.add_bos_token=bool:false)"
 )
+TENSOR = r"^[^=]{1,256}=\w{1,64}$(?#PATTERN=DEVICE, as blk\.1\.ffn_.*=CPU)"
 SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$(?#a number for each GPU, as 3,1)"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
@@ -114,10 +115,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _rare("Parts of the layers that each GPU gets, as 3,1. Default: by free memory.", pattern=SPLIT)
     ] = ""
     split_mode: Annotated[
-        str, _rare("Several GPUs: whole layers on each (layer), rows of matrices (row), none.", pattern=MODES)
+        str,
+        _rare("Several GPUs: whole layers (layer), parts of each (row, tensor), none.", pattern=MODES),
     ] = "layer"
     main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
-    n_cpu_moe: Annotated[int, _rare("First layers whose experts (MoE) stay in host memory.", 0, 4096)] = 0
+    n_cpu_moe: (
+        Annotated[int, _rare("First layers whose experts stay in RAM. Default: as GPUs need.", 0, 4096)]
+        | None
+    ) = None
+    override_tensor: Annotated[
+        tuple[Annotated[str, Meta(pattern=TENSOR)], ...],
+        _rare("Where the tensors of a pattern lie; repeatable.", metavar="PATTERN=DEVICE"),
+    ] = ()
     load_mode: Annotated[
         str, _rare("Loading of the weights: mmap, none (a copy), mlock, mmap+mlock, dio.", pattern=LOAD_MODE)
     ] = "auto"

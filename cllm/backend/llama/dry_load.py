@@ -30,7 +30,7 @@ MAX_CELLS = 1 << 20  # llama.cpp keeps a record of each; beyond them sizes grow 
 # The settings on which memory depends.
 _OF_MODEL = (
     *("model", "override_kv", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu"),
-    *("n_cpu_moe", "draft"),
+    *("n_cpu_moe", "override_tensor", "draft"),
 )
 _OF_CONTEXT = (
     *("parallel", "slots", "ctx_size", "batch_tokens", "flash_attention", "unified_kv", "cache_type_k"),

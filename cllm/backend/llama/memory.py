@@ -6,8 +6,9 @@ import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -190,7 +191,7 @@ class MemoryFit:
             return asked or 1, small, whole
         fewer, wanted = self._max_layers(asked or 1, small), small
         long = self._max_layers(asked or 1, min(AGENT_SHARE, longest))
-        if long.cpu_layers <= MAX_MORE_CPU_LAYERS * fewer.cpu_layers:
+        if long.slow_layers <= MAX_MORE_CPU_LAYERS * fewer.slow_layers:
             fewer, wanted = long, min(AGENT_SHARE, longest)
         parallel, share = self._choose_context(fewer)
         if share < wanted and fewer.gpu_layers and self._fits(asked or 1, wanted, fewer):
@@ -213,13 +214,23 @@ class MemoryFit:
         return 1, self._largest_share(1, placement)
 
     def _max_layers(self, parallel: int, share: int) -> Placement:
-        """As many layers on GPUs as fit beside such a context. What the host holds does not decide."""
+        """As many layers on GPUs as fit beside such a context. What the host holds does not decide.
+
+        Experts of the first layers stay with the host before whole layers do: most of the weights, and little
+        of the work.
+        """
+        place, total, experts = self._placer.place, self._placer.total, 0
+        if self._placer.chooses_experts:
+            fits = partial(self._fits, parallel, share, host=False)
+            experts = bisect(range(total), True, key=lambda count: fits(place(total, count)))
+            if experts < total:
+                return place(total, experts)
         layers = bisect(
-            range(1, self._placer.total + 1),
+            range(1, total + 1),
             True,
-            key=lambda count: not self._fits(parallel, share, self._placer.place(count), host=False),
+            key=lambda count: not self._fits(parallel, share, place(count, experts - 1), host=False),
         )
-        return self._placer.place(layers)
+        return place(layers, max(0, experts - 1))
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
@@ -268,10 +279,15 @@ class MemoryFit:
 
         scratch = self._placer.converted(share * max(config.slots, parallel))
         devices = [place(device.name, device.free, scratch, DEVICE_RESERVE) for device in used]
-        if config.split_mode == "row" and devices:  # llama.cpp counts them where the rest of the layer is
-            rows = sum(one.model for one in devices) / sum(self._placer.parts)
-            split = zip(devices, self._placer.parts, strict=True)
-            devices = [one._replace(model=int(rows * part)) for one, part in split]
+        if config.split_mode in ("row", "tensor") and devices:  # not counted where they will lie
+            uses = Sizes._fields if config.split_mode == "tensor" else ("model",)
+            counted = [place(name, None, scratch) for name in found if name != HOST]
+            parts = [part / sum(self._placer.parts) for part in self._placer.parts]
+            for index, part in enumerate(parts):
+                sums: dict[str, Any] = {
+                    use: int(part * sum(getattr(each, use) for each in counted)) for use in uses
+                }
+                devices[index] = devices[index]._replace(**sums)._replace(reserve=DEVICE_RESERVE)
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
         host = place(HOST, self.available, RUNTIME + tables + (MEDIA_RUNTIME if mmproj else 0))
@@ -321,6 +337,13 @@ class MemoryFit:
             f"model {mib(self.model)} + KV {mib(self.kv)} ({self.share} cells for each of {self.slots}) "
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
         )
+
+    def describe_placement(self) -> str:
+        """Where the layers lie, and why."""
+        shown, chosen = self.placement.describe(), self._placer.chooses_experts
+        if not self.placement.host_experts:
+            return shown
+        return f"{shown} ({'the GPUs have no room for them' if chosen else 'as --n-cpu-moe says'})"
 
     def describe_context(self) -> str:
         """The context, and why it is what it is."""
@@ -415,7 +438,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
     if asked_layers(config) and not devices:
         log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
-    placed = f"{fit.placement.describe()}: " if devices else ""
+    placed = f"{fit.describe_placement()}: " if devices else ""
     log.info("context: %s; memory at the start: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
     target, limit = config.target_itl_ms, config.max_itl_ms
