@@ -28,7 +28,7 @@ from cllm.limits import (
     MAX_LEXER_STATES,
     MAX_MASK_MS,
     MAX_NESTING,
-    MAX_OBJECT_PROPERTIES,
+    MAX_PROPERTIES,
     MAX_RULES,
     MAX_SOURCE,
     check,
@@ -60,7 +60,7 @@ _LIMITS = LLParserLimits(
     step_lexer_fuel=200_000,
     max_lexer_states=MAX_LEXER_STATES,
     max_grammar_size=200_000,
-    max_items_in_row=5 * MAX_OBJECT_PROPERTIES,  # four for each property that may come next
+    max_items_in_row=5 * MAX_PROPERTIES,  # four for each property that may come next
     verbose_errors=False,
 )
 

@@ -134,16 +134,21 @@ async def load_conversation(body: ResponsesBody, http: HttpRequest, *, sees: boo
         field = "previous_response_id"
         stored = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
 
-    def make() -> Conversation:
-        shapes_sum, items = ShapeSum(field, START_ANOTHER), list[shapes.ResponseItem]()
-        for each in stored:
-            shapes_sum.add(each.more)
-            items += decode_items(each.more)
-        check(len(items) + len(body.items), MAX_MESSAGES, "items", field, START_ANOTHER)
-        return body.to_conversation(items, sees=sees)
+    histories = [each.more for each in stored]
+    make = partial(make_conversation, body, histories, field, sees=sees)
+    return await run_sized(http, len(await http.body()) + sum(map(len, histories)), make)
 
-    size = len(await http.body()) + sum(len(each.more) for each in stored)
-    return await run_sized(http, size, make)
+
+def make_conversation(
+    body: ResponsesBody, histories: Sequence[bytes], field: str, *, sees: bool = False
+) -> Conversation:
+    """Decode what is stored, counted as one body is, and put it before the input. Raises InvalidRequest."""
+    size, items = ShapeSum(field, START_ANOTHER), list[shapes.ResponseItem]()
+    for each in histories:
+        size.add(each)
+        items += decode_items(each)
+    check(len(items) + len(body.items), MAX_MESSAGES, "items", field, START_ANOTHER)
+    return body.to_conversation(items, sees=sees)
 
 
 async def find_conversation(
