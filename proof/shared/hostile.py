@@ -42,7 +42,12 @@ SCHEMA_FIELDS = {
 GRAMMAR_FIELDS = {"grammar", "regex", "guided_grammar", "guided_regex"}
 EMBEDDED = {"input", "content", "documents", "text_2", "prompt"}
 # Every other request has one of these.
-COSTLY = {*SCHEMA_FIELDS, *GRAMMAR_FIELDS, "messages", "input", "prompt", "logit_bias", "content"}
+COSTLY = {
+    *(*SCHEMA_FIELDS, *GRAMMAR_FIELDS),
+    *("messages", "input", "prompt", "logit_bias", "content", "previous_response_id"),
+}
+PREVIOUS = b"resp_previous"  # its place: whoever sends a request puts the id of a stored response there
+_REASONING = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 40}]}
 _TEXT = {"type": "string"}
 
 
@@ -71,6 +76,16 @@ def _tree(width: int, depth: int) -> dict[str, Any]:
     return {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**links, str(depth): _TEXT}}
 
 
+def _make_call(field: str, arguments: str) -> list[dict[str, Any]]:
+    """An earlier tool call with JSON text, and its result."""
+    call = {"name": "f", "arguments": arguments}
+    if field == "input":
+        ends = [{"type": "function_call_output", "call_id": "a", "output": "x"}]
+        return [{"type": "function_call", "call_id": "a", **call}, *ends]
+    calls = [{"id": "a", "type": "function", "function": call}]
+    return [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "a", "content": "x"}]
+
+
 SCHEMAS: tuple[Callable[[int], Any], ...] = (
     lambda n: _chain(n % 520),
     lambda n: _chain(3000, backwards=True),
@@ -84,6 +99,13 @@ SCHEMAS: tuple[Callable[[int], Any], ...] = (
         "properties": {f"p{n}{i}": _TEXT for i in range((480, 1024, 1025, 4000)[n % 4])},
     },
     lambda n: {"type": "object", "properties": {f"p{i}": {"maxLength": n} for i in range(400)}},
+    lambda n: {  # optional properties that no walk of a few tokens comes to
+        "properties": {
+            "a": {"type": "string", "minLength": 60, "maxLength": 70},
+            "b": {"properties": dict.fromkeys((f"p{n}{i}" for i in range(480 + n % 545)), _TEXT)},
+        },
+        "required": ["a", "b"],
+    },
     lambda n: {"enum": [f"{n} {i}" for i in range(n % 9000)]},
     lambda n: {"anyOf": [_object(f"p{n}{i}") for i in range(n % 2000)]},
     lambda n: {"type": "string", "pattern": f"^(.{{1,{n % 900}}}x){{1,{n % 300}}}$"},
@@ -167,6 +189,8 @@ class HostileRequests:
             **{key: SHORT[key] for key in SHORT if key in fields},
         }
         base.pop(name, None)
+        if name == "previous_response_id":
+            base["input"] = [_REASONING] * draw.choice((9, 900, 4000)) + [{"role": "user", "content": "hi"}]
         large = number % LARGE_EVERY == 0
         value = self._draw_large(draw) if large else self._draw(draw, name)
         pairs = [(key, _write(item)) for key, item in base.items()]
@@ -205,6 +229,10 @@ class HostileRequests:
         if name == "logit_bias" and draw.random() < 0.8:
             texts = {f"{i}{'bias ' * (n % 40)}": draw.choice((1, -100, False)) for i in range(n % 1100)}
             return _write([[text, bias] for text, bias in texts.items()] if n % 2 else texts)
+        if name in ("messages", "input") and draw.random() < 0.1:
+            return _write(_make_call(name, json.dumps([[]] * 8 * n)))
+        if name == "previous_response_id" and draw.random() < 0.9:
+            return _write(PREVIOUS.decode())
         if name in ("messages", "input", "prompt") and draw.random() < 0.5:
             parts = [{"type": "text", "text": draw.choice(TEXTS)(n)}] * draw.choice((1, 2, 64))
             return _write(

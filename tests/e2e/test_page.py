@@ -203,6 +203,25 @@ def test_leaving_the_page_keeps_an_answer_that_goes_on(visit: Visit, keyed: Serv
     visitor.wait_answered()
 
 
+def test_an_answer_whose_stream_is_gone_can_be_continued(visit: Visit) -> None:
+    """After a reload, and in the next tab after the one that received it was closed."""
+    visitor, whole = visit(), "".join(f"word {number} " for number in range(200)).strip()
+    visitor.ask(say(whole), wait=False)
+    visitor.until("(document.querySelector('.markdown')?.innerText.length ?? 0) > 10")
+    visitor.context.route("**/v1/streams/**", lambda route: route.fulfill(status=404, json={}))
+    visitor.open().page.click(".continue")
+    visitor.until("document.querySelector('.markdown').innerText.length > 100")
+    visitor.page.close()
+    visitor.page = visitor.context.new_page()
+    visitor.open().page.wait_for_selector(".continue")
+    assert "Interrupted" in visitor.page.locator(".figures").last.inner_text()
+    assert whole.startswith(visitor.answer) and 100 < len(visitor.answer) < len(whole)
+    visitor.page.click(".continue")
+    visitor.until(f"document.querySelector('.markdown').innerText.length === {len(whole)}")
+    visitor.wait_answered()
+    assert visitor.answer == whole
+
+
 def test_what_is_typed_is_kept(visit: Visit) -> None:
     visitor = visit()
     page = visitor.page
