@@ -28,15 +28,7 @@ from PIL import Image
 
 from bench.client import PlainClient
 from bench.command import conclude, make_parser, run_command
-from bench.peers import (
-    CLLM,
-    RunningPeer,
-    ServerSettings,
-    cllm_peer,
-    embedded_model,
-    llama_server_peer,
-    running,
-)
+from bench.peers import RunningPeer, ServerSettings, cllm_peer, embedded_model, llama_server_peer, running
 from bench.report import Table
 from cllm.backend.llama.gguf import GgufFile
 from cllm.backend.llama.library import find
@@ -159,7 +151,7 @@ def run(llama_server: str, model: str, rounds: int, gpu: bool, out: Path | None)
         peers = [cllm_peer(settings, flags=more), llama_server_peer(settings, binary, more=more)]
         servers = [stack.enter_context(running(each, Path(name) / each.family)) for each in peers]
         for number in range(rounds + 1):
-            for server in servers if number % 2 else servers[::-1]:
+            for server in servers[:: 1 - number % 2 * 2]:
                 result = measure(server, 100 * number)
                 print(number, server.peer.family, {key: round(s, 3) for key, s in result.items()}, flush=True)
                 if number:  # the first one warms up
@@ -177,7 +169,7 @@ def run(llama_server: str, model: str, rounds: int, gpu: bool, out: Path | None)
             bar, failed = f"≤ {limit:.3f} s", failed or mine > limit
         failed |= ratio > bars.get(key, ratio)
         rows.append((key, f"{mine:.3f} s", f"{their:.3f} s", f"{ratio:.2f}", bar))
-    table = Table((f"{path.name}, {rounds} rounds", CLLM, "llama-server", "ratio", "bar"), rows)
+    table = Table((f"{path.name}, {rounds} rounds", *(peer.family for peer in peers), "ratio", "bar"), rows)
     return conclude("media", table.markdown() + ("\nFAIL" if failed else "\npass"), found, out, failed=failed)
 
 

@@ -23,14 +23,16 @@ KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank|none)?$"
 LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
-MODES = "^(none|layer|row)$"
+MODES = "^(none|layer|row|tensor)$"
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 LOAD_MODE = rf"^(auto|none|mmap|mlock|mmap\+mlock|dio)$(?#one of {', '.join(LOAD_MODES)})"
+DRAFTS = "^(auto|ngram|model|mtp|off)$"
 ROPE_SCALING = "^(none|linear|yarn)?$"
 OVERRIDE = (
     r"^[\w.-]{1,127}=(int:-?\d{1,9}|float:-?\d+(\.\d+)?(e-?\d\d?)?|bool:(true|false)|str:[ -~]{0,127})$"
     "(?#KEY=TYPE:VALUE with a type of int, float, bool or str, as tokenizer.ggml.add_bos_token=bool:false)"
 )
+TENSOR = r"^[^=]{1,256}=\w{1,64}$(?#PATTERN=DEVICE, as blk\.1\.ffn_.*=CPU)"
 SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$(?#a number for each GPU, as 3,1)"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
@@ -45,7 +47,7 @@ GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
     "prefix_cache": "cache",
-    "draft_tokens": "speculation",
+    "draft": "speculation",
     "host": "server",
     "api_keys": "security",
 }
@@ -113,10 +115,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _rare("Parts of the layers that each GPU gets, as 3,1. Default: by free memory.", pattern=SPLIT)
     ] = ""
     split_mode: Annotated[
-        str, _rare("Several GPUs: whole layers on each (layer), rows of matrices (row), none.", pattern=MODES)
+        str,
+        _rare("Several GPUs: whole layers (layer), parts of each (row, tensor), none.", pattern=MODES),
     ] = "layer"
     main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
-    n_cpu_moe: Annotated[int, _rare("First layers whose experts (MoE) stay in host memory.", 0, 4096)] = 0
+    n_cpu_moe: (
+        Annotated[int, _rare("First layers whose experts stay in RAM. Default: as GPUs need.", 0, 4096)]
+        | None
+    ) = None
+    override_tensor: Annotated[
+        tuple[Annotated[str, Meta(pattern=TENSOR)], ...],
+        _rare("Where the tensors of a pattern lie; repeatable.", metavar="PATTERN=DEVICE"),
+    ] = ()
     load_mode: Annotated[
         str, _rare("Loading of the weights: mmap, none (a copy), mlock, mmap+mlock, dio.", pattern=LOAD_MODE)
     ] = "auto"
@@ -189,11 +199,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
 
+    draft: Annotated[
+        str,
+        _option("Drafter: ngram, model (--draft-model), mtp (the model's own head), off.", pattern=DRAFTS),
+    ] = "auto"
     draft_tokens: Annotated[int, _option("Draft tokens of a sequence, if they pay. 0: off.", 0, 64)] = 8
     draft_rollback: Annotated[
         int, _rare("Draft tokens that a hybrid model can take back; each takes one more state a slot.", 0, 64)
     ] = 0
     draft_model: Annotated[str, _file("Draft model of the same vocabulary. Default: n-gram lookup.")] = ""
+
+    @property
+    def drafter(self) -> str:
+        """The kind of drafter, as far as the settings say it: mtp, model, ngram or off."""
+        if self.draft == "off" or not self.draft_tokens:
+            return "off"
+        return self.draft if self.draft != "auto" else "model" if self.draft_model else "ngram"
 
     @property
     def names(self) -> list[str]:

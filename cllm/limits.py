@@ -60,8 +60,8 @@ MAX_PIECES = _limit(1 << 16, "bytes with pieces", "the same where `with_pieces` 
 MAX_PICTURES = _limit(32, "pictures", "pictures of a request")
 MAX_PICTURE_BYTES = _limit(20 << 20, "bytes of a picture", "bytes of a picture's file, without base64")
 MAX_PIXELS = _limit(1 << 26, "pixels", "width times height of a picture, by its header")
-MAX_FETCH_S = _limit(20, "seconds to fetch", "time to fetch a picture of a host of `--media-hosts`")
-MAX_REDIRECTS = _limit(3, "redirects", "redirects to such a picture")
+MAX_FETCH_S = _limit(20, "seconds to fetch", "time to fetch a request's pictures of hosts of `--media-hosts`")
+MAX_REDIRECTS = _limit(3, "redirects", "redirects to one of them")
 MAX_SOUND_S = _limit(1800, "seconds of sound", "seconds of one sound")
 MAX_ROW_BYTES = _limit(128 << 20, "bytes of rows", "bytes of the rows that a request's pictures become")
 

@@ -103,6 +103,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_bytes: int = 0
     swapped_bytes: int = 0
     draft_bytes: int = 0  # of n-gram indexes
+    draft_gaps: int = 0  # how often the MTP head lacked something of a sequence
     preemptions: int = 0  # requests preempted because KV was full
     swap_ins: int = 0  # preempted requests that went on from their saved state
 

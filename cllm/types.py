@@ -387,6 +387,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cells: int = 0  # KV cells it held at its end
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
+    drafter: str = ""  # that proposed them: "ngram", "prediction", "model" or "mtp"
     predicted_tokens: int = 0  # of the prediction that the request came with
 
 

@@ -98,7 +98,7 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
         faults=verdict.faults,
         cached=+cached,
         preemptions=int(metrics["cllm_preemptions_total"]),
-        drafted=int(metrics["cllm_drafted_tokens_total"]),
+        drafted=int(sum(metrics[each] for each in metrics if "drafted_tokens_total{" in each)),
         integrity_failures=int(metrics["cllm_integrity_failures"]),
     )
 

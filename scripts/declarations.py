@@ -21,12 +21,14 @@ sys.path.insert(0, str(ROOT))
 from cllm.build.toolchain import BINDINGS_VERSION, source_directory  # noqa: E402
 
 TARGET = ROOT / "cllm" / "backend" / "llama" / "declarations.json"
+EXTENSIONS = "src/llama-ext.h"  # its functions are exported under their C++ names
 HEADERS = (
     "ggml/include/ggml.h",
     "ggml/include/ggml-alloc.h",
     "ggml/include/ggml-backend.h",
     "ggml/include/ggml-cpu.h",
     "include/llama.h",
+    EXTENSIONS,
     "tools/mtmd/mtmd.h",
     "tools/mtmd/mtmd-helper.h",
 )
@@ -40,10 +42,22 @@ TABLES = {
 }
 
 
+def _mangle(name: str, parameters: str) -> str:
+    """The C++ name of a function of pointers, booleans and numbers."""
+    encoded = ""
+    for parameter in parameters.split(","):
+        *kind, _ = re.findall(r"\w+|\*", parameter.replace("struct", " "))
+        pointer, base = "P" * kind.count("*") + "K" * kind.count("const"), kind[-1 - kind.count("*")]
+        encoded += pointer + ({"bool": "b", "int32_t": "i"}.get(base) or f"{len(base)}{base}")
+    return f"_Z{len(name)}{name}{encoded}"
+
+
 class Headers:
     """What the headers declare, by name, as C text."""
 
     def __init__(self, folder: Path) -> None:
+        lines = (folder / EXTENSIONS).read_text(encoding="utf-8")
+        self.extensions = frozenset(re.findall(r"^LLAMA_API[^;{}()]*?\b(\w+)\s*\(", lines, re.MULTILINE))
         text = "\n".join((folder / name).read_text(encoding="utf-8") for name in HEADERS)
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
         self.constants = dict(re.findall(r"^\s*#\s*define\s+(\w+)\s+(\d+)\s*$", text, re.MULTILINE))
@@ -87,6 +101,8 @@ class Writer:
         tables: dict[str, dict[str, list[str]]] = {table: {} for table in TABLES.values()}
         for name in sorted(self._used & headers.functions.keys()):
             where, result, parameters = headers.functions[name]
+            if name in headers.extensions:
+                name = _mangle(name, parameters)
             tables[TABLES[where]][name] = self._signature(result, parameters)
         parts = [f'"source": "llama-cpp-python {BINDINGS_VERSION}"']
         for table, entries in ({"types": self._types} | tables).items():

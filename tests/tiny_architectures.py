@@ -54,6 +54,8 @@ def make_all(directory: Path) -> dict[str, Path]:
         "hybrid": make_hybrid(directory / "hybrid.gguf"),
         "hybrid-rollback": make_rollback_hybrid(directory / "hybrid-rollback.gguf"),
         "hybrid-delta": make_delta_hybrid(directory / "hybrid-delta.gguf"),
+        "head": make_head(directory / "head.gguf"),
+        "head-delta": make_delta_hybrid(directory / "head-delta.gguf", heads=1),
         "experts": make_experts(directory / "experts.gguf"),
         "compressed": make_compressed(directory / "compressed.gguf"),
     }
@@ -96,16 +98,19 @@ def make_rollback_hybrid(path: Path) -> Path:
     return _finish(writer, path, tensors | _query_norms("blk.1."))
 
 
-def make_delta_hybrid(path: Path) -> Path:
-    """Write a qwen35 model: a gated delta net, then gated attention. Its state can be rolled back."""
-    writer = make_writer(path, "qwen35", VOCABULARY, CONTEXT)
+def make_delta_hybrid(path: Path, *, heads: int = 0) -> Path:
+    """Write a qwen35 model: a gated delta net, then gated attention. Its state can be rolled back.
+
+    With a head (MTP) it has one more layer of attention.
+    """
+    writer = make_writer(path, "qwen35", VOCABULARY, CONTEXT, layers=LAYERS + heads)
     add_attention_metadata(writer)
     writer.add_rope_dimension_sections([HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8, 0])
     writer.add_full_attention_interval(LAYERS)
     _add_state_metadata(writer, state=HEAD_WIDTH, groups=KEY_HEADS)
     random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
-    for layer in range(LAYERS):
+    for layer in range(LAYERS + heads):
         _add_feed_forward(writer, random, f"blk.{layer}.", norm="post_attention_norm")
     channels = 2 * KEY_HEADS * HEAD_WIDTH + INNER
     queries, keys = HEADS * HEAD_WIDTH, KEY_VALUE_HEADS * HEAD_WIDTH
@@ -118,15 +123,70 @@ def make_delta_hybrid(path: Path) -> Path:
         "blk.0.ssm_alpha": make_matrix(random, STATE_HEADS, EMBEDDING, 1.0),
         "blk.0.ssm_norm": make_constant(HEAD_WIDTH, 1.0),
         "blk.0.ssm_out": make_matrix(random, EMBEDDING, INNER, VALUE_GAIN),
-        "blk.1.attn_norm": make_constant(EMBEDDING, 1.0),
-        "blk.1.attn_q": make_matrix(random, 2 * queries, EMBEDDING, 1.0),  # queries and gates
-        "blk.1.attn_k": make_matrix(random, keys, EMBEDDING, 1.0),
-        "blk.1.attn_v": make_matrix(random, keys, EMBEDDING, VALUE_GAIN),
-        "blk.1.attn_output": make_matrix(random, EMBEDDING, queries, VALUE_GAIN),
     }
+    for layer in range(1, LAYERS + heads):
+        prefix = f"blk.{layer}."
+        tensors |= _query_norms(prefix) | {
+            f"{prefix}attn_norm": make_constant(EMBEDDING, 1.0),
+            f"{prefix}attn_q": make_matrix(random, 2 * queries, EMBEDDING, 1.0),  # queries and gates
+            f"{prefix}attn_k": make_matrix(random, keys, EMBEDDING, 1.0),
+            f"{prefix}attn_v": make_matrix(random, keys, EMBEDDING, VALUE_GAIN),
+            f"{prefix}attn_output": make_matrix(random, EMBEDDING, queries, VALUE_GAIN),
+        }
     writer.add_tensor("blk.0.ssm_dt.bias", _steps(random, STATE_HEADS))
     writer.add_tensor("blk.0.ssm_a", -np.geomspace(0.02, 1.0, STATE_HEADS, dtype=np.float32))
-    return _finish(writer, path, tensors | _query_norms("blk.1."))
+    if heads:
+        writer.add_nextn_predict_layers(heads)
+        tensors |= _head(f"blk.{LAYERS}.", make_matrix(random, EMBEDDING, 2 * EMBEDDING, 1.0))
+    return _finish(writer, path, tensors)
+
+
+def make_head(path: Path, *, right: float | None = None) -> Path:
+    """Write a glm4moe model with an MTP head: it has one more layer, and all weights are random.
+
+    With `right` the next token follows from the last one alone, and the head knows it of that part of them.
+    """
+    writer = make_writer(path, "glm4moe", VOCABULARY, CONTEXT, layers=LAYERS + 1)
+    add_attention_metadata(writer)
+    _add_expert_metadata(writer)
+    writer.add_expert_shared_count(1)
+    writer.add_leading_dense_block_count(1)
+    writer.add_nextn_predict_layers(1)
+    random = np.random.default_rng(0)
+    add_ends(writer, random, VOCABULARY)
+    _add_feed_forward(writer, random, "blk.0.", norm="post_attention_norm")
+    tensors: dict[str, Array] = {}
+    for layer in range(LAYERS + 1):
+        add_attention_layer(writer, random, f"blk.{layer}.", feed_forward=False)
+    for layer in range(1, LAYERS + 1):
+        prefix = f"blk.{layer}."
+        tensors |= _experts(random, prefix) | {
+            f"{prefix}ffn_gate_shexp": make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+            f"{prefix}ffn_up_shexp": make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+            f"{prefix}ffn_down_shexp": make_matrix(random, EMBEDDING, FEED_FORWARD, VALUE_GAIN),
+        }
+        tensors[f"{prefix}post_attention_norm"] = tensors.pop(f"{prefix}ffn_norm")
+        writer.add_tensor(f"{prefix}exp_probs_b.bias", make_constant(EXPERTS, 0.0))
+    mixed = make_matrix(random, EMBEDDING, 2 * EMBEDDING, 1.0)
+    if right is not None:
+        for name, info in (*writer.tensors[0].items(),):
+            if "ffn_down" in name or "attn_output" in name:
+                info.tensor[:] = 0
+        tensors |= {name: 0 * tensor for name, tensor in tensors.items() if "ffn_down" in name}
+        mixed = np.eye(EMBEDDING, 2 * EMBEDDING, dtype=np.float32)
+        table = np.array(writer.tensors[0]["token_embd.weight"].tensor)
+        wrong = random.permutation(len(table))[round(right * len(table)) :]
+        table[wrong] = table[np.roll(wrong, 1)]
+        tensors[f"blk.{LAYERS}.nextn.embed_tokens"] = table
+    return _finish(writer, path, tensors | _head(f"blk.{LAYERS}.", mixed))
+
+
+def _head(prefix: str, mixed: Array) -> dict[str, Array]:
+    """What a layer takes to be an MTP head; `mixed` makes its input of an embedding and a hidden row."""
+    norms = ("enorm", "hnorm", "shared_head_norm")
+    return {f"{prefix}nextn.eh_proj": mixed} | {
+        f"{prefix}nextn.{name}": make_constant(EMBEDDING, 1.0) for name in norms
+    }
 
 
 def make_experts(path: Path) -> Path:

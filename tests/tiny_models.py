@@ -239,6 +239,7 @@ def make_writer(
     controls: Sequence[str] = (),
     templates: Mapping[str, str] | None = None,
     split_tensors: int = 0,
+    layers: int = LAYERS,
 ) -> gguf.GGUFWriter:
     """A writer that holds what every model needs besides its tensors and its own hyperparameters."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
@@ -246,7 +247,7 @@ def make_writer(
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(context)
     writer.add_embedding_length(EMBEDDING)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)
     _tokenizer(writer, vocabulary, controls)
     if templates is None:

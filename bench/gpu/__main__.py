@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from bench import adapters
+from bench import mtp as heads
 from bench.figures import LoadResult, decode_rate, first_tokens, percentile
 from bench.gpu import models
 from bench.load import run_load
@@ -189,12 +190,16 @@ def main(
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = OUTPUT,
     budget_s: Annotated[float, typer.Option(help="No row is begun after this")] = 480.0,
     folder: Annotated[Path, typer.Option(help="Where the models are made")] = Path("/tmp"),
+    mtp: Annotated[list[str] | None, typer.Option(help="Run `bench.mtp` instead: LAYERSxWIDTH")] = None,
     lora: Annotated[bool, typer.Option("--adapters", help="Run `bench.adapters` instead")] = False,
 ) -> None:
     """Measure what is not yet in OUT/rows.jsonl."""
     deadline = time.monotonic() + budget_s
     out.mkdir(parents=True, exist_ok=True)
     table = Table(out / "rows.jsonl")
+    if mtp:
+        heads.run(vocabulary, mtp, folder, rounds, output)
+        return
     for name in model or list(models.SIZES):
         path = folder / f"random-{name}.gguf"
         if not path.exists():

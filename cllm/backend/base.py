@@ -158,10 +158,17 @@ RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it h
 
 
 class DraftCost(NamedTuple):
-    """Cost of drafts in decode steps of one row, in plain ones: of verifying at all, and of each token."""
+    """Cost of drafts in decode steps of one row, in plain ones: of verifying at all, and of each token.
+
+    It is that of a step between others with drafts.
+    """
 
     verify: float = 0.75  # as of one kind of CPU, where it is not measured
     token: float = 0.2
+    begin: float = (
+        0.0  # on a GPU: what the first step of a run of drafts, and those after the last, take longer
+    )
+    head: float = 0.0  # of the model's head, for each token that it drafts
 
 
 class ModelRunner(Protocol):
@@ -175,6 +182,8 @@ class ModelRunner(Protocol):
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
     media_width: int = 0  # elements of a media row
+    has_head: bool = False  # a layer of the model's that drafts (MTP): see `draft`
+    draft_gaps: int = 0  # how often that lacked KV or a hidden row of a sequence
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.
@@ -276,6 +285,13 @@ class ModelRunner(Protocol):
         It uses no KV of another tenant's sequences; with None, that of no other sequence.
         """
         return None
+
+    def draft(self, newest: Mapping[int, int], length: int) -> dict[int, list[int]]:
+        """Drafts of this length by the model's head, to follow the newest token of each id, its next item.
+
+        None of an id whose head lacks KV.
+        """
+        return {}
 
     def close(self) -> None:
         """Free everything native. Idempotent."""

@@ -15,6 +15,7 @@ from cllm.errors import InvalidRequest
 from cllm.limits import MAX_PICTURES, check
 from cllm.names import is_address
 from cllm.text.chat_format import Tool
+from cllm.text.json_shape import ShapeSum
 from cllm.text.message_rewrites import REASONING_FIELDS
 from cllm.text.prompt import Chat
 from cllm.types import Prompt
@@ -127,6 +128,7 @@ class MessageBuilder:
         self._messages: list[dict[str, Any]] = []  # their texts in parts, joined once
         self.answered = False  # what is added now has been answered
         self._field = field
+        self._arguments = ShapeSum(field, "shorten the arguments of earlier calls")
         self._combine = combine
 
     def add_text(self, role: str, text: str) -> None:
@@ -156,7 +158,8 @@ class MessageBuilder:
         self._assistant().setdefault("reasoning_content", []).extend(filter(None, (text,)))
 
     def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
-        """A call by the assistant; `arguments` is JSON text."""
+        """A call by the assistant; `arguments` is JSON text. Raises InvalidRequest if all are too large."""
+        self._arguments.add(arguments.encode("utf-8", "surrogatepass"))
         calls = self._assistant().setdefault("tool_calls", [])
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})

@@ -6,15 +6,18 @@ import os
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
 from cllm import __version__
@@ -29,6 +32,7 @@ from cllm.backend.llama.threads import compute_threads, default_threads
 from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
+from cllm.cli.checkup import Finding, ask_model, examine
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError
 from cllm.messages import EncodedMedia, EncodeMedia
@@ -49,10 +53,16 @@ def doctor_command(
         Path | None, Option(help="Ask about this picture or sound, end to end", show_default=False)
     ] = None,
     mmproj: Annotated[str, Option(help="Multimodal projector of --image")] = "",
+    full: Annotated[bool, Option("--full", help="Examine the files and serve the model: minutes.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[str, Option(metavar="FILE", help="Write the report as a page.")] = "",
 ) -> None:
-    """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe."""
+    """Print CPU, library, threads, speed of the weights, memory, model fit and the start-up probe.
+
+    With --full also what the model's files and a server of it do right (✓) and wrong (✗).
+    """
     table = Table(show_header=False, box=None)
-    healthy = True
+    healthy, findings = True, list[Finding]()
     found = features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
     table.add_row("CPU", f"{machine()}, {default_threads()} cores usable")
@@ -64,24 +74,46 @@ def doctor_command(
         _library(folder, found, table)
         _gpus(folder, table)
         config = EngineConfig(model=str(path), parallel=parallel, ctx_size=ctx_size, threads=threads)
-        config = choose_buffers(config)
+        config = choose_buffers(msgspec.structs.replace(config, mmproj=find_mmproj(path)))
+        findings += examine(config) if full else ()
         header = GgufHeader(path)
         fit = MemoryFit(header, config, list_devices())
         trained = f"{len(header.tensors)} tensors, trained for {header.context_train} tokens"
         table.add_row("model", f"{header.path.name}: {header.architecture}, {trained}")
         _weights(header, config, embedded=not model, table=table)
-        table.add_row("placement", fit.placement.describe())
+        table.add_row("placement", fit.describe_placement())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
         healthy = fit.fits and _probe(fit.ready(config), table)
         if image is not None and healthy:
             ask_about(image, msgspec.structs.replace(config, mmproj=mmproj), table)
+        findings += ask_model(fit.ready(config), fit) if full and healthy else ()
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
-    Console().print(table)
-    raise typer.Exit(0 if healthy else 1)
+    _report(table, findings, as_json=as_json, html=html)
+    raise typer.Exit(0 if healthy and all(each.passed is not False for each in findings) else 1)
+
+
+def _report(table: Table, findings: Sequence[Finding], *, as_json: bool, html: str) -> None:
+    """Print the rows and the findings. What is shared does not name the user's folder."""
+    for column in table.columns:
+        column._cells = [str(cell).replace(str(Path.home()), "~") for cell in column.cells]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    machine = [" ".join(Text.from_markup(str(cell)).plain for cell in row) for row in rows]
+    for finding in findings:
+        mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "–"}[finding.passed]
+        table.add_row(escape(finding.name), f"{mark} {escape(finding.detail)}")
+    if as_json:
+        report = msgspec.json.encode({"machine": machine, "findings": findings})
+        print(msgspec.json.format(report).decode())
+    else:
+        Console().print(table)
+    if html:
+        page = Console(record=True, file=StringIO(), width=160)
+        page.print(table)
+        page.save_html(html)
 
 
 def _library(folder: Path, features: Collection[str], table: Table) -> None:

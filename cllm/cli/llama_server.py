@@ -252,7 +252,7 @@ def _read_adapters(value: str, *, scaled: bool) -> dict[str, Any]:
 
 _REPLACED = ("samplers", "json_schema")
 _NO_REASONING = {"reasoning_effort": "none"}
-_DRAFTS = re.compile("ngram|draft-simple")
+_DRAFTS = re.compile("ngram|draft-simple|draft-mtp")
 _LAYERS = {"auto": "auto", "-1": "auto", "all": -1, "-2": -1}
 # The settings and fields of requests that follow from a value; None if it has no counterpart.
 _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
@@ -263,7 +263,7 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any] | None]] = {
     "flash": lambda value: {"flash_attention": _parse_switch(value)} if value != "auto" else {},
     "device": lambda value: {"gpu_layers": 0} if value == "none" else None,
     "layers": lambda value: {"gpu_layers": _LAYERS[value] if value in _LAYERS else int(value)},
-    "split_mode": lambda value: {"split_mode": value} if value != "tensor" else None,
+    "override_tensor": lambda value: {"override_tensor": value.split(",")},
     "tensor_split": lambda value: {"tensor_split": re.sub("[,/]+", ",", value)},
     "freq_scale": lambda value: {"rope_scale": float(value) and 1 / float(value)},
     "override_kv": lambda value: {"override_kv": next(csv.reader([value]))},

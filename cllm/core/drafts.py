@@ -186,8 +186,13 @@ class DraftState:
 
     MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
 
-    def __init__(self, drafter: Drafter, *, acceptance_rate: float) -> None:
+    def __init__(self, drafter: Drafter | None, *, acceptance_rate: float, remembers: float = 0) -> None:
+        """Without a drafter, proposals are given: by the model's head. `remembers` more tokens than usual."""
+        self._weight = 1 / (1 - self.MEMORY)  # tokens that the rate remembers; grows to the limit
+        self._max_weight = max(self._weight, remembers)
         self._drafter = drafter
+        kinds = {NgramDrafter: "ngram", PredictionDrafter: "prediction", type(None): "mtp"}
+        self.drafter = kinds.get(type(drafter), "model")
         self._proposed_at = 0  # how many tokens there were
         self.proposal: list[int] = []
         self.acceptance_rate = (
@@ -199,13 +204,15 @@ class DraftState:
         self.drafted = 0
         self.accepted = 0
 
-    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+    def propose(self, tokens: Tokens[int], max_tokens: int, given: Tokens[int] = ()) -> list[int]:
         """Draft tokens for the next step, at most `max_tokens`; often none."""
         known = tokens[self._proposed_at : self._proposed_at + len(self.proposal)]
         right = common_length(known, self.proposal)
         for position in range(min(right + 1, len(known))):
             self._judge(position, position < right)
-        self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
+        self.proposal = list(given[:max_tokens])
+        if self._drafter is not None:
+            self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
         self._proposed_at = len(tokens)
         return self.proposal
 
@@ -219,7 +226,8 @@ class DraftState:
             self._positions.append((1 / (1 - self.MEMORY),) * 2)  # as many as the rate remembers
         came_true, promised = self._positions[position]
         self._positions[position] = came_true + right, promised + self.acceptance_rate
-        self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
+        self.acceptance_rate += (right - self.acceptance_rate) / self._weight
+        self._weight = min(self._weight + 1, self._max_weight)
 
     def expected(self, length: int) -> list[float]:
         """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …

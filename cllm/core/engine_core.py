@@ -101,9 +101,8 @@ class EngineCore:
         preparation: Callable[..., Preparation] = Preparation,
     ) -> None:
         """`cost`, `spec_decode` and `preparation` replace what is made here, for tests."""
-        self.runner = runner
+        self.runner, self._emit = runner, emit
         self.inbox: SimpleQueue[messages.Command] = SimpleQueue()
-        self._emit = emit
         wake = partial(self.inbox.put, messages.Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
         cost = cost or StepCostModel(
@@ -113,7 +112,7 @@ class EngineCore:
         target_s, max_overrun = config.target_itl_ms * MILLISECOND, config.max_itl_ms / config.target_itl_ms
         make_budget = partial(PrefillBudget, target_s=target_s, max_overrun=max_overrun)
         # Drafts and the newest token of each sequence go into one batch.
-        room = max(0, limits.batch_tokens - limits.sequences)
+        room = max(0, limits.batch_tokens - limits.sequences) if config.drafter != "off" else 0
         draft_tokens = min(config.draft_tokens, room, limits.rollback_tokens or room)
         disk_mb = config.cache_disk_mb if config.prefix_cache and runner.info.generates else 0
         folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
@@ -129,7 +128,8 @@ class EngineCore:
             spec_decode=spec_decode
             or SpecDecodePolicy(
                 draft_tokens,
-                draft_model=runner.create_drafter if config.draft_model else None,
+                draft_model=runner.create_drafter if config.drafter == "model" else None,
+                head=runner.draft if runner.has_head else None,
                 share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
@@ -267,6 +267,7 @@ class EngineCore:
             slot_evictions=cache.device.evictions,
             preemptions=transfer.swap_outs,
             swap_ins=transfer.swap_ins,
+            draft_gaps=self.runner.draft_gaps,
         )
         new, self._reported = counters - self._reported, counters
         cells_used, cells_cached = cache.count_cells(scheduler.running.values())

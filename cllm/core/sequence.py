@@ -236,5 +236,6 @@ class Sequence:
             cells=self.num_computed,
             drafted_tokens=self.drafts.drafted if self.drafts is not None else 0,
             accepted_tokens=self.drafts.accepted if self.drafts is not None else 0,
+            drafter=self.drafts.drafter if self.drafts is not None and self.drafts.drafted else "",
             predicted_tokens=len(self.request.prediction),
         )

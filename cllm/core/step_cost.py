@@ -163,8 +163,11 @@ class StepCostModel:
         # these seconds to the estimate.
         self._decoded: dict[tuple[int, int], deque[list[Any]]] = {}
         self._corrections: dict[tuple[int, int], float] = {}
-        self._drafted: tuple[tuple[int, int], list[Any]] | None = None  # the last step with drafts
+        # What the first step of a run of drafts and the plain ones after it take longer, in plain steps.
+        self.beginning = RunningMedian(self._batch1.begin)
+        self._begun_s = 0.0  # of the latest run, so far
         self._slowed = 0  # steps left that it slows
+        self._head: dict[int, RunningMedian] = {}  # the head's seconds over those measured at load, by rows
         self._attention: dict[int, float] = {}  # seconds a cell over those of a lone row, by kind of context
         self._saving, self._restoring = RunningMedian(DEFAULT_TRANSFER_S), RunningMedian(DEFAULT_TRANSFER_S)
 
@@ -247,9 +250,13 @@ class StepCostModel:
         drafting: Collection[int] = (),
         length: int = 0,
         *,
+        begins: float = 0.0,
+        head: bool = False,
         corrected: bool = True,
     ) -> float:
         """Seconds of a step of `rows` rows with `cells` cells in all; these ids have `length` drafts each.
+
+        It bears the part `begins` of the beginning of a run of drafts; with `head` that has to draft them.
 
         That is the estimate for its shape, corrected by what such steps took. Without `corrected` it is what
         was measured at load, in steps of a lone row.
@@ -264,7 +271,8 @@ class StepCostModel:
             attention = cells * next(
                 (self._attention[each] for each in kinds if each in self._attention), 0.0
             )
-            verified = measured.verify + measured.token * length if length else 0.0
+            token = measured.token + (measured.head if head else 0.0)
+            verified = measured.verify + token * length + begins * measured.begin if length else 0.0
             return (1 + verified + attention * (1 + length)) / (1 + attention)
         step = self.step if corrected else None
         if step is None:
@@ -275,7 +283,25 @@ class StepCostModel:
             ubatches += sum(seq_id - 1 not in ids for seq_id in ids)
         shape = StepShape(ubatches, 0, rows + drafted, cells * (1 + drafted / rows))
         kind = rows.bit_length(), drafted.bit_length()
-        return step.seconds(shape) * (self._correction(kind) if corrected else 1.0)
+        seconds = step.seconds(shape) * (self._correction(kind) if corrected else 1.0)
+        if drafted and corrected:
+            seconds += begins * self.beginning.value * step.seconds(StepShape(1, 0, rows, cells))
+        return seconds + (self._head_s(step, len(drafting), length) if head and drafted else 0.0)
+
+    @property
+    def head(self) -> float:
+        """What a token of the head's costs, in plain steps of a row."""
+        return self._batch1.head
+
+    def _head_s(self, step: StepCost, rows: int, length: int) -> float:
+        lone_s = length * self._batch1.head * (step.ubatch + step.row)
+        return lone_s * (self._head[rows].value if rows in self._head else 1.0)
+
+    def observe_head(self, rows: int, length: int, seconds: float) -> None:
+        """Learn from drafts of the model's head."""
+        if rows > 1 and not self.frozen and (step := self.step) is not None:
+            expected_s = length * self._batch1.head * (step.ubatch + step.row)
+            self._head.setdefault(rows, RunningMedian(1.0)).observe(seconds / max(TINY, expected_s))
 
     def _correction(self, kind: tuple[int, int]) -> float:
         """Median of observed over estimated seconds.
@@ -297,23 +323,28 @@ class StepCostModel:
     def _observe_decode(self, batch: Batch, shape: StepShape, seconds: float) -> None:
         """Learn from a step without a prompt.
 
-        On a GPU a step with drafts slows the plain ones after it: what they take longer is part of its time.
+        On a GPU the first step of a run with drafts is slow, and so are the plain ones after the last: what
+        they take longer is the price of beginning a run, not of its steps.
         """
         rows, drafted = len(batch.rows), batch.token_count - len(batch.rows)
         slowed, self._slowed = self._slowed, 0
         if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
             return
         kind = rows.bit_length(), drafted.bit_length()
-        if slowed and not drafted and self._drafted is not None and (step := self.step) is not None:
-            self._slowed = slowed - 1
-            changed, decoded = self._drafted
-            decoded[1] += seconds - step.seconds(shape) * self._correction(kind)
-        else:
-            changed, decoded = kind, [shape, seconds]
-            self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append(decoded)
-            if drafted and self.records:
-                self._drafted, self._slowed = (kind, decoded), RECORDED_AFTER
-        self._corrections.clear() if changed[1] else self._corrections.pop(changed, None)
+        if drafted and self.records:
+            self._slowed = RECORDED_AFTER
+        begins, recovers = self._slowed > 0 and not slowed, slowed > 0 and not drafted
+        if (begins or recovers) and (step := self.step) is not None:
+            longer_s = seconds - step.seconds(shape) * self._correction(kind)
+            if begins:
+                self._begun_s = longer_s
+                return
+            self._begun_s, self._slowed = self._begun_s + longer_s, slowed - 1
+            if not self._slowed:
+                self.beginning.observe(max(0.0, self._begun_s) / max(TINY, step.seconds(shape)))
+            return
+        self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append([shape, seconds])
+        self._corrections.clear() if drafted else self._corrections.pop(kind, None)
 
     # Transfers -------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ _STEP_COUNTERS = (
     ("disk_writes", "prefix_disk_writes", "Prefixes written to disk"),
     ("disk_failures", "prefix_disk_failures", "Prefixes that could not be written to disk"),
     ("slot_evictions", "slot_evictions", "Prefixes evicted from their slots"),
+    ("draft_gaps", "draft_gaps", "How often the MTP head lacked KV or a hidden row of a sequence"),
     ("preemptions", "preemptions", "Requests preempted because KV was full"),
     ("swap_ins", "swap_ins", "Preempted requests that went on from their saved state"),
 )
@@ -100,8 +101,8 @@ class EngineMetrics:
         )
         self.pictures = counter("pictures", "Pictures of requests, by the origin of their rows", "source")
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
-        self.drafted_tokens = counter("drafted_tokens", "Draft tokens of finished requests")
-        self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted")
+        self.drafted_tokens = counter("drafted_tokens", "Draft tokens of finished requests", "drafter")
+        self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted", "drafter")
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.inter_token = PlainHistogram(
             "cllm_inter_token_seconds", "Between two outputs of one request", _SECONDS, self.registry
@@ -171,8 +172,9 @@ class EngineMetrics:
         self.prompt_tokens.inc(usage.prompt_tokens)
         if usage.cached_tokens:
             self.cached_tokens.labels(usage.cached_from).inc(usage.cached_tokens)
-        self.drafted_tokens.inc(usage.drafted_tokens)
-        self.accepted_tokens.inc(usage.accepted_tokens)
+        if usage.drafter:
+            self.drafted_tokens.labels(usage.drafter).inc(usage.drafted_tokens)
+            self.accepted_tokens.labels(usage.drafter).inc(usage.accepted_tokens)
         first = state.first_token or now  # one that never had a token took no time of either kind
         self._llama.prompt_s += first - (state.dispatched or first)
         self._llama.predicted_s += now - first

@@ -18,12 +18,12 @@ from functools import cache, partial
 from typing import Annotated, Any, ClassVar, NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta, inspect
 from starlette.requests import ClientDisconnect, Request
 
 from cllm.errors import ClientGone, InvalidRequest
 from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_TEXT, MAX_VALUES, check
+from cllm.text.json_shape import measure
 
 NOT_AN_OBJECT = "the body is not a JSON object"
 NO_NUL = "^[^\0]*$"
@@ -32,9 +32,6 @@ _PATTERNS = {  # what a text that does not match is refused with
     NO_NUL: "must not contain NUL",
     FUNCTION_NAME: "must have 1 to 256 letters, digits, '_', '-' or '.'",
 }
-# What each byte of a JSON text opens or closes.
-_BRACKETS = np.zeros(256, np.int8)
-_BRACKETS[[ord("["), ord("{")]], _BRACKETS[[ord("]"), ord("}")]] = 1, -1
 LARGE_BODY = 64 << 10  # bytes; a smaller body takes less time than the way to a thread and back costs others
 Kind = TypeVar("Kind", bound="Body")
 Given = ParamSpec("Given")
@@ -184,39 +181,6 @@ def _read_value(
     return read
 
 
-class Shape(NamedTuple):
-    """The size of a JSON text, at least as large as that of what a decoder finds in it."""
-
-    values: int
-    containers: int
-    depth: int
-
-
-def measure(data: bytes) -> Shape:
-    """Count the values, the objects and lists, and the levels of a JSON text. Linear, whatever it is.
-
-    What is in strings counts only where that is too much. A text that is no JSON is counted as far as a
-    decoder gets.
-    """
-    containers = data.count(b"[") + data.count(b"{")  # a picture is a long string, and quickly searched
-    values = data.count(b",") + containers + 1
-    if values <= MAX_VALUES and containers <= min(MAX_DEPTH, MAX_CONTAINERS):
-        return Shape(values, containers, containers)
-    if b"\\" in data:  # a quote that is escaped ends no string
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    text = np.frombuffer(data, np.uint8)
-    return _count(text[~np.logical_xor.accumulate(text == ord('"'))])
-
-
-def _count(text: np.ndarray[Any, np.dtype[np.uint8]]) -> Shape:
-    brackets = _BRACKETS[text]
-    containers, commas = int(np.count_nonzero(brackets > 0)), int(np.count_nonzero(text == ord(",")))
-    if containers <= MAX_DEPTH:
-        return Shape(commas + containers + 1, containers, containers)
-    levels = np.cumsum(brackets[brackets != 0], dtype=np.int32)
-    return Shape(commas + containers + 1, containers, int(levels.max()))
-
-
 def check_shape(data: bytes) -> None:
     """Raise InvalidRequest for a body of too many values or levels, before it is decoded."""
     shape = measure(data)
@@ -293,14 +257,19 @@ class TenantTurns:
 async def run_in_turn(
     http: Request, task: Callable[Given, Result], *arguments: Given.args, **options: Given.kwargs
 ) -> Result:
-    """Run what handles a body: here, or on a thread in turn where the body is large.
+    """Run what handles a body: here, or on a thread in turn where the body is large."""
+    return await run_sized(http, len(await http.body()), partial(task, *arguments, **options))
+
+
+async def run_sized(http: Request, size: int, task: Callable[[], Result]) -> Result:
+    """Run what handles `size` bytes: here, or on a thread in turn where they are many.
 
     Native calls hold the interpreter's lock, but after `check_shape` each is short: other requests go on.
     """
-    if len(await http.body()) < LARGE_BODY:
-        return task(*arguments, **options)
+    if size < LARGE_BODY:
+        return task()
     async with http.app.state.large_bodies.hold(http.scope["state"]["tenant"].name):
-        return await asyncio.to_thread(task, *arguments, **options)
+        return await asyncio.to_thread(task)
 
 
 async def read_body(http: Request, kind: type[Kind]) -> Kind:

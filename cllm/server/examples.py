@@ -17,7 +17,7 @@ VECTOR = [0.118, -0.042, 0.307]
 class Texts(msgspec.Struct, frozen=True):
     """What `openapi.json` says of the API beside its types."""
 
-    fields: dict[str, dict[str, list[Any]]]  # by struct and field: the description, and examples
+    fields: dict[str, dict[str, list[Any]]]  # by struct ("" for any) and field: description, examples
     examples: dict[str, dict[str, Any]]  # of bodies, by struct
     values: dict[str, Any]  # in answers, by field, where that is their type; null: one that has a default
     forms: dict[str, dict[str, Any]]  # schemas of bodies that are forms, by route

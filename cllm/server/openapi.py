@@ -62,7 +62,7 @@ def _describe_fields(schemas: Mapping[str, Any], kind: Any) -> None:
         properties = schemas.get(each.__name__, {}).get("properties", {})
         for field in msgspec.structs.fields(each) if properties else ():
             owner = next(base for base in each.__mro__ if field.name in vars(base).get("__annotations__", ()))
-            if texts := TEXTS.fields.get(owner.__name__, {}).get(field.name):
+            if texts := (TEXTS.fields[""] | TEXTS.fields.get(owner.__name__, {})).get(field.name):
                 said = {"description": texts[0]} | ({"examples": texts[1:]} if texts[1:] else {})
                 properties[field.encode_name] = said | properties[field.encode_name] | said
         _describe_fields(schemas, each)

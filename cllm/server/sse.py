@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -30,9 +30,11 @@ from cllm.server.dialect import COMMENT, EVENTS, encode_named, respond
 from cllm.server.middleware import DIRECT_SEND, ROUTE_SEND, wait_for_disconnect
 from cllm.types import Failure, RequestOutput
 
+MAX_SCORED = 2_000  # tokens with log-probabilities that are rendered on the event loop
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 HEAD_AFTER_S = 1.0  # an error that is known by then has a status of its own
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+Made = TypeVar("Made")
 StreamEvent = dict[str, Any]  # clients listen for it by its `type`, which also decides what else it has
 
 
@@ -70,6 +72,13 @@ async def collect(
         raise
     finally:
         watcher.cancel()
+
+
+async def render(collected: Iterable[Sequence[RequestOutput]], make: Callable[[], Made]) -> Made:
+    """What is made of outputs: here, or on a thread where many of their tokens are scored."""
+    each = (output for outputs in collected for output in outputs)
+    scored = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in each)
+    return await asyncio.to_thread(make) if scored > MAX_SCORED else make()
 
 
 class EventStream(Response):
@@ -269,8 +278,12 @@ class BlockRenderer(ABC):
         if stream:
             return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
         outputs = await collect(session.engine, session.streams, http)
-        session.finish(outputs)
-        return self.whole()
+
+        def make() -> Any:
+            session.finish(outputs)
+            return self.whole()
+
+        return await render(outputs, make)
 
     def whole(self) -> Any:
         """The response to a call that does not stream, its reply finished."""

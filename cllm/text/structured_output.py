@@ -24,7 +24,15 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.limits import MAX_LEXER_STATES, MAX_MASK_MS, MAX_NESTING, MAX_RULES, MAX_SOURCE, check
+from cllm.limits import (
+    MAX_LEXER_STATES,
+    MAX_MASK_MS,
+    MAX_NESTING,
+    MAX_PROPERTIES,
+    MAX_RULES,
+    MAX_SOURCE,
+    check,
+)
 from cllm.text.detokenizer import count_possible
 from cllm.text.json_schema import check_end, close_schemas, count_nesting, escape_regex, parse_schemas
 from cllm.types import (
@@ -52,6 +60,7 @@ _LIMITS = LLParserLimits(
     step_lexer_fuel=200_000,
     max_lexer_states=MAX_LEXER_STATES,
     max_grammar_size=200_000,
+    max_items_in_row=5 * MAX_PROPERTIES,  # four for each property that may come next
     verbose_errors=False,
 )
 

@@ -243,16 +243,14 @@ class ProcessTokenizer:
             room = sum(call.large for call in running.values()) < THREADS - 1
             fitting = (call for line in self._lines.values() for call in line if room or not call.large)
             call = self._again[0] if self._again else next(fitting, None)
-            if call is None or (running and (call.alone or not self._has_room(call))):
+            used = sum(each.size for each in running.values())
+            if call is None or (running and (call.alone or used + call.size > self._capacity)):
                 return
             self._remove(call)
             if call.future.running() or call.future.set_running_or_notify_cancel():
                 call.sent_at = time.monotonic()
                 running[call.call_id] = call
                 self._supervisor.send(call.frame)
-
-    def _has_room(self, call: PendingTask) -> bool:
-        return sum(each.size for each in self._running.values()) + call.size <= self._capacity
 
     def _remove(self, call: PendingTask) -> None:
         """Take a task out of those that wait; its tenant's next turn is after all others'."""

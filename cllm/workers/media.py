@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -34,7 +35,15 @@ from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, get_cache_fol
 from cllm.core.kv_cache.prefix_index import CachedPrefix
 from cllm.core.kv_cache.tiers import Entry
 from cllm.errors import CllmError, InvalidRequest, NotSupported, StorageFailed
-from cllm.limits import MAX_PICTURE_BYTES, MAX_PICTURES, MAX_PIXELS, MAX_ROW_BYTES, MAX_SOUND_S, check
+from cllm.limits import (
+    MAX_FETCH_S,
+    MAX_PICTURE_BYTES,
+    MAX_PICTURES,
+    MAX_PIXELS,
+    MAX_ROW_BYTES,
+    MAX_SOUND_S,
+    check,
+)
 from cllm.messages import EncodedMedia, EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.names import is_address
 from cllm.types import Failure, Prompt, TokenBound
@@ -126,12 +135,12 @@ class MediaWorker:
         cache: RowCache | None = None,
         shared: bool = False,
         threads: int = 1,
-        fetch: Callable[[str, int], bytes] | None = None,
+        fetch: Callable[[str, int, float], bytes] | None = None,
     ) -> None:
         """With `shared`, tenants share the rows of equal pictures. Without `fetch`, addresses are refused."""
         self._encoder = encoder
         self._cache = cache or RowCache()
-        self._fetch = fetch or read_file  # which refuses addresses
+        self._fetch = fetch
         self._shared = shared
         self._threads = threads
         self._lock = threading.Lock()  # of what is cached and pending
@@ -159,10 +168,10 @@ class MediaWorker:
     def _encode(self, task: EncodeMedia) -> EncodedMedia:
         prompts: list[Prompt] = []
         rows: dict[str, bytes] = {}
-        encoded = size = 0
+        encoded, size, deadline = 0, 0, time.monotonic() + MAX_FETCH_S
         for begin in range(0, len(task.pictures), MEDIA_AT_ONCE):  # what waits is in memory
             given = enumerate(task.pictures[begin : begin + MEDIA_AT_ONCE], begin + 1)
-            for future, new in [self._start(task, each, number) for number, each in given]:
+            for future, new in [self._start(task, each, number, deadline) for number, each in given]:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
@@ -171,9 +180,14 @@ class MediaWorker:
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
 
-    def _start(self, task: EncodeMedia, given: str, number: int) -> tuple[Future[CachedRows], bool]:
+    def _start(
+        self, task: EncodeMedia, given: str, number: int, deadline: float
+    ) -> tuple[Future[CachedRows], bool]:
         """The rows of a picture, as soon as they are there; and whether they are encoded for this task."""
-        data = (self._fetch if is_address(given) else read_file)(given, number)
+        if self._fetch is not None and is_address(given):
+            data = self._fetch(given, number, deadline)
+        else:
+            data = read_file(given, number)  # which refuses addresses
         key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
         future = Future[CachedRows]()
         with self._lock:
@@ -191,7 +205,7 @@ class MediaWorker:
         except BaseException as error:
             future.set_exception(error)
             raise
-        if not task.rows:
+        if not (task.rows and media.chunks):
             future.set_result(CachedRows(media.prompt, {}))
             media.close()
             return future, False

@@ -36,16 +36,16 @@ def resolve(host: str, port: int) -> list[str]:
 class MediaFetcher:
     """Fetches files of named hosts. Safe from several threads."""
 
-    def __init__(self, hosts: Sequence[str], limit_s: float = MAX_FETCH_S) -> None:
+    def __init__(self, hosts: Sequence[str]) -> None:
         """A host is a name, or `*.name` for all names below it; another port than the usual follows it."""
-        self._hosts, self._limit_s = [host.lower() for host in hosts], limit_s
+        self._hosts = [host.lower() for host in hosts]
 
-    def __call__(self, url: str, number: int) -> bytes:
+    def __call__(self, url: str, number: int, deadline: float) -> bytes:
         """The file at an address. Raises InvalidRequest, which names the picture and its host."""
         try:
             # A proxy would resolve the name once more.
             with httpx.Client(trust_env=False, headers=HEADERS) as client:
-                return b"".join(self._read(client, httpx.URL(url), time.monotonic() + self._limit_s))
+                return b"".join(self._read(client, httpx.URL(url), deadline))
         except InvalidRequest as error:
             reason = error.message
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -64,7 +64,7 @@ class MediaFetcher:
                 for piece in response.iter_raw():
                     size += len(piece)
                     if time.monotonic() > deadline or size > MAX_PICTURE_BYTES:
-                        limits = f"{self._limit_s:g} s, or has over {MAX_PICTURE_BYTES} bytes"
+                        limits = f"{MAX_FETCH_S} s, or has over {MAX_PICTURE_BYTES} bytes"
                         raise InvalidRequest(f"it takes longer than {limits}")
                     yield piece
                 return

@@ -267,4 +267,5 @@ class ResumableRequest(Attempt):
             cached_from=earlier.cached_from,
             drafted_tokens=earlier.drafted_tokens + usage.drafted_tokens,
             accepted_tokens=earlier.accepted_tokens + usage.accepted_tokens,
+            drafter=usage.drafter or earlier.drafter,
         )

@@ -11,6 +11,7 @@ import pytest
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
+from cllm.errors import ConfigError
 from tests.driver.engine import words
 from tests.driver.runner import feed
 
@@ -34,6 +35,17 @@ def test_experts_of_the_first_layers_go_to_the_cpu(
     with caplog.at_level(logging.DEBUG, logger="llama.cpp"):
         assert answer(models["experts"], n_cpu_moe=1) == expected
     assert set(_OVERRIDDEN.findall(caplog.text)) == {("0", "gate"), ("0", "up"), ("0", "down")}
+
+
+def test_tensors_of_a_pattern_lie_where_it_says(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answer(models["experts"])
+    with caplog.at_level(logging.DEBUG, logger="llama.cpp"):
+        assert answer(models["experts"], override_tensor=(r"blk\.1\.ffn_down_exps=CPU",)) == expected
+    assert set(_OVERRIDDEN.findall(caplog.text)) == {("1", "down")}
+    with pytest.raises(ConfigError, match="no device CUDA7"):
+        answer(models["experts"], override_tensor=("ffn=CUDA7",))
 
 
 def test_parts_and_cards_that_are_not_there_change_nothing(models: dict[str, Path]) -> None:

@@ -263,6 +263,7 @@ ROWS = (
     Row("split_mode", "--split-mode row"),
     Row("main_gpu", "--main-gpu 1 --gpu-layers 0"),
     Row("n_cpu_moe", "--n-cpu-moe 1", "experts"),
+    Row("override_tensor", "--override-tensor blk.0.ffn_up_exps=CPU", "experts"),
     Row("load_mode", "--load-mode none"),
     Row("load_mode", "--load-mode mmap+mlock"),
     Row("override_kv", "--override-kv llama.rope.freq_base=float:20000"),
@@ -322,6 +323,7 @@ ROWS = (
         use=use_two_keys,
     ),
     # Speculation
+    Row("draft", "--draft off"),
     Row("draft_tokens", "--draft-tokens 0"),
     Row("draft_tokens", "--draft-tokens 64"),
     Row("draft_rollback", "--draft-rollback 4", "rollback"),

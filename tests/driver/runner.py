@@ -40,7 +40,7 @@ class CheckedRunner(ModelRunner):
         self.inner = inner
         self.info, self.limits, self.vocabulary = inner.info, inner.limits, inner.vocabulary
         self.adapters = inner.adapters
-        self.media_width = inner.media_width
+        self.media_width, self.has_head = inner.media_width, inner.has_head
         self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
         self.batches: list[Batch] = []
         self.samplers: list[Sampler] = []
@@ -52,7 +52,7 @@ class CheckedRunner(ModelRunner):
     interrupt, close, create_drafter = map(forward, ("interrupt", "close", "create_drafter"))
     next_position, min_length, settle = map(forward, ("next_position", "min_length", "settle"))
     checkpoint, state_bytes = map(forward, ("checkpoint", "state_bytes"))
-    state_fingerprint = forward("state_fingerprint")
+    state_fingerprint, draft = forward("state_fingerprint"), forward("draft")
     open_embedding, reset_embedding = map(forward, ("open_embedding", "reset_embedding"))
     check_adapter, load_adapter, unload_adapter = map(
         forward, ("check_adapter", "load_adapter", "unload_adapter")

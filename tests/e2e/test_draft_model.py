@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.driver.same_text import EXACT
 from tests.driver.server import StartServer, cllm, wait_for
+from tests.tiny_architectures import make_head
 from tests.tiny_models import make_dense, make_recurrent
 
 
@@ -16,7 +18,10 @@ def test_a_draft_model_drafts_and_the_text_is_the_same(start: StartServer, tiny_
     assert plain["usage"]["drafted_tokens"] == 0
     # How many tokens it drafts depends on their cost here; that it drafts, contract tests show.
     assert drafted["usage"]["accepted_tokens"] <= drafted["usage"]["drafted_tokens"]
-    assert server.metrics()["cllm_accepted_tokens_total"] == drafted["usage"]["accepted_tokens"]
+    assert (
+        server.metrics().get("cllm_accepted_tokens_total{drafter=model}", 0)
+        == (drafted["usage"]["accepted_tokens"])
+    )
     assert drafted["usage"]["steps"] < plain["usage"]["steps"]
     wait_for(server.idle)
     server.stop()
@@ -40,3 +45,18 @@ def refuse(model: Path, draft_model: Path) -> str:
     line = ended.stderr.splitlines()[-1]
     assert line.startswith("cllm: draft_model: ") and "cllm build" not in line, "the library is not to blame"
     return line
+
+
+def test_a_models_own_head_drafts_again_after_its_engine_was_killed(
+    start: StartServer, tmp_path: Path
+) -> None:
+    model = make_head(tmp_path / "head.gguf", right=0.9)
+    server = start(str(model), "--parallel", "2", "--threads", "1", *EXACT)
+    plain = server.generate("Once upon a time", 200, speculate=False)
+    for _ in range(2):
+        drafted = server.generate("Once upon a time", 200)
+        assert drafted["text"] == plain["text"]
+        assert drafted["usage"]["accepted_tokens"] <= drafted["usage"]["drafted_tokens"]
+        server.kill_worker("engine")
+        wait_for(lambda: server.client.get("/ready").status_code == 200)
+    server.stop()

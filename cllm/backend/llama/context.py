@@ -27,6 +27,8 @@ EMBED_ROWS = 32  # inputs per step
 MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
+MTP = 1  # LLAMA_CONTEXT_TYPE_MTP
+MTP_BATCH_TOKENS = 256
 WHOLE, PARTIAL = 0, 1  # llama.cpp's flags of a state: all of it, or without the cells that can be cut
 
 
@@ -51,7 +53,9 @@ def _padded(cells: int) -> int:
     return -(-cells // CELL_BLOCK) * CELL_BLOCK
 
 
-def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None) -> Any:
+def _make_params(
+    api: Any, model: LlamaModel, config: EngineConfig, outputs: int | None, target: LlamaContext | None
+) -> Any:
     params = api.llama_context_default_params()
     slots = slot_count(config)
     cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
@@ -69,6 +73,11 @@ def _make_params(api: Any, model: LlamaModel, config: EngineConfig, outputs: int
     params.no_perf = True
     for name, value in config.rope_params.items():
         setattr(params, name, value)
+    if target is not None:
+        params.ctx_type, params.ctx_other, params.n_rs_seq = MTP, target.pointer, 0
+        # It computes one layer: a large physical batch would take memory and win nothing.
+        params.n_batch = params.n_ubatch = max(MTP_BATCH_TOKENS, slots)
+        params.n_outputs_max = slots
     return params
 
 
@@ -83,11 +92,14 @@ class LlamaContext(Owned):
         deferred_frees: DeferredFrees,
         *,
         outputs: int | None = None,
+        target: LlamaContext | None = None,
     ) -> None:
-        """`outputs` replaces `max_outputs`."""
+        """`outputs` replaces `max_outputs`. With `target`, the context of the model, it is the MTP head's."""
         api = library.api
-        params = _make_params(api, model, config, outputs)
-        self.workers = workers = Workers(library, config, deferred_frees)
+        params = _make_params(api, model, config, outputs, target)
+        self._own_workers = target is None  # two contexts never compute at the same time
+        workers = Workers(library, config, deferred_frees) if target is None else target.workers
+        self.workers: Workers = workers
         params.n_threads = params.n_threads_batch = workers.threads
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
@@ -101,7 +113,8 @@ class LlamaContext(Owned):
         # Encoders (and diffusion models) look at all tokens at once and remember none.
         self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
         self.limits = self._read_limits(model, config, request_share(int(params.n_ctx), slot_count(config)))
-        self._recurrent, self._sliding_window = model.recurrent, model.sliding_window
+        self._recurrent = model.recurrent and target is None  # the head has attention only
+        self._sliding_window = model.sliding_window
         self._snapshots: dict[int, int] = {}  # by id: tokens of its last decode that can be taken back
         self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
@@ -148,7 +161,8 @@ class LlamaContext(Owned):
     def close(self) -> None:
         super().close()
         self.__dict__.pop("memory", None)  # part of the context: use after close must fail, not answer
-        self.workers.close()  # after the context: they work for it to the end
+        if self._own_workers:
+            self.workers.close()  # after the context: they work for it to the end
 
     def interrupt(self, stop: bool) -> None:
         """See `ModelRunner.interrupt`: one byte is written at once."""
@@ -171,7 +185,7 @@ class LlamaContext(Owned):
         return code
 
     @cached_property
-    def _media_batch(self) -> MediaBatch:
+    def _media_batch(self) -> NativeBatch:
         limits = self.limits
         return MediaBatch(self.api, limits.batch_tokens, limits.sequences, self._position_sections)
 
@@ -190,7 +204,13 @@ class LlamaContext(Owned):
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        return _view_logits(address, outputs, self._vocabulary_size)
+        return _view_rows(address, outputs, self._vocabulary_size)
+
+    def hidden_rows(self, count: int, width: int) -> npt.NDArray[np.float32]:
+        """The last decode's hidden rows in batch order; likewise."""
+        return _view_rows(
+            ctypes.addressof(self.api.llama_get_embeddings_nextn(self.pointer).contents), count, width
+        )
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
@@ -261,13 +281,14 @@ class LlamaContext(Owned):
             self._copying |= {source, target}
         return self.truncate(target, length)
 
-    def save(self, seq_id: int, flags: int = WHOLE) -> KVState | None:
-        """The sequence's KV as bytes; None while its cells are still to be copied."""
+    def save(self, seq_id: int, flags: int = WHOLE, more: bytes = b"") -> KVState | None:
+        """The sequence's KV as bytes, then `more`; None while its cells are still to be copied."""
         if seq_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
-        state = _new_state(size)  # filled once, before it is used: no second copy of it
+        state = _new_state(size + len(more))  # filled once, before it is used: no second copy of it
         written = self.api.llama_state_seq_get_data_ext(self.pointer, _address(state), size, seq_id, flags)
+        state[size:] = more
         return state if written == size else None
 
     def state_bytes(self, seq_id: int) -> int:
@@ -290,13 +311,13 @@ class LlamaContext(Owned):
 
 
 @lru_cache(maxsize=64)  # making one takes longer than the pass over a small vocabulary
-def _view_logits(address: int, outputs: int, width: int) -> npt.NDArray[np.float32]:
-    flat = (ctypes.c_float * (outputs * width)).from_address(address)
+def _view_rows(address: int, count: int, width: int) -> npt.NDArray[np.float32]:
+    flat = (ctypes.c_float * (count * width)).from_address(address)
     view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-    return view.reshape(outputs, width)
+    return view.reshape(count, width)
 
 
-def _new_state(size: int) -> KVState:
+def _new_state(size: int) -> memoryview:
     """Memory for a state: pages of its own, which are the system's again when it is freed.
 
     In the heap, states of all sizes that come and go leave gaps: it would take a third more than they do.
@@ -363,6 +384,15 @@ class NativeBatch:
             self._id_pointer[begin:end] = base + 4 * row.seq_id
             self._output[end - wanted : end] = 1
             begin = end
+
+
+class HiddenBatch(NativeBatch):
+    """A `llama_batch` of tokens, each with a hidden row: what the MTP head takes."""
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        super().fill(rows)
+        self._rows = np.concatenate([row.media.rows for row in rows if row.media is not None])
+        self.struct.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
 
 class MediaBatch(NativeBatch):

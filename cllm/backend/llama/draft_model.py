@@ -27,6 +27,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         model=config.draft_model,
+        draft="off",
         draft_model="",
         mmproj="",
         alias="",
@@ -41,6 +42,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         split_mode="none",
         tensor_split="",
         n_cpu_moe=0,
+        override_tensor=(),
         override_kv=(),
     )
 

@@ -30,7 +30,7 @@ MAX_CELLS = 1 << 20  # llama.cpp keeps a record of each; beyond them sizes grow 
 # The settings on which memory depends.
 _OF_MODEL = (
     *("model", "override_kv", "extra_buffers", "gpu_layers", "split_mode", "tensor_split", "main_gpu"),
-    "n_cpu_moe",
+    *("n_cpu_moe", "override_tensor", "draft"),
 )
 _OF_CONTEXT = (
     *("parallel", "slots", "ctx_size", "batch_tokens", "flash_attention", "unified_kv", "cache_type_k"),
@@ -162,6 +162,7 @@ def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dic
     from cllm.backend.llama.context import LlamaContext, used_outputs
     from cllm.backend.llama.gguf import GgufHeader
     from cllm.backend.llama.model import LlamaModel
+    from cllm.backend.llama.mtp import MtpContext
 
     library, frees = load(gpu=wants_gpu(config)), DeferredFrees()
     settings = tuple(getattr(config, name) for name in _OF_MODEL)
@@ -173,7 +174,18 @@ def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dic
     # The host's pages for logits that are not asked for are never touched.
     outputs = None if wants_gpu(config) else used_outputs(config, model.vocabulary.size)
     with LlamaContext(library, model, config, frees, outputs=outputs) as context:
-        return read_sizes(library, context.pointer)
+        sizes = read_sizes(library, context.pointer)
+        if config.drafter != "mtp":
+            return sizes
+        rows = (
+            model.vector_length * config.batch_tokens * 4
+        )  # hidden rows of a step, as numbers of four bytes
+        with MtpContext(library, model, config, context) as head:
+            for name, more in read_sizes(library, head.pointer).items():
+                old = sizes.get(name, Sizes())
+                compute = old.compute + more.compute + (rows if name == HOST else 0)
+                sizes[name] = Sizes(old.model, old.kv + more.kv, compute)
+        return sizes
 
 
 def main() -> int:

@@ -26,6 +26,8 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
         "rope": str(config.rope_params),
         "metadata": str(config.metadata),
     }
+    if config.drafter == "mtp":  # what its head has is saved, too
+        info["drafter"] = "mtp"
     return "\n".join(f"{name}={value}" for name, value in info.items())
 
 

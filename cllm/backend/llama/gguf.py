@@ -90,8 +90,7 @@ class GgufFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: list[Tensor] = []
-        self.header_bytes = 0  # where the tensor data begins
-        self.data_bytes = 0
+        self.header_bytes = self.data_begin = self.data_bytes = 0
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -132,7 +131,7 @@ class GgufFile:
         if not 0 <= self.metadata.get(f"{architecture}.block_count", 0) <= MAX_LAYERS:
             raise ValueError(f"it claims {self.metadata[f'{architecture}.block_count']!r:.40} layers")
         self.header_bytes = cursor.offset
-        data_begin = -(-cursor.offset // alignment) * alignment
+        self.data_begin = data_begin = -(-cursor.offset // alignment) * alignment
         self.data_bytes = max((tensor.offset + (tensor.size or 0) for tensor in self.tensors), default=0)
         if self.tensors and data_begin + self.data_bytes > self.file_bytes:
             raise ModelFileError(
@@ -210,6 +209,11 @@ class GgufHeader:
     def generates(self) -> bool:
         """False for an encoder, which pools what it sees at once and keeps none of it."""
         return self.architecture not in _NO_MEMORY or f"{self.architecture}.pooling_type" not in self.metadata
+
+    @property
+    def head(self) -> bool:
+        """True with a layer for multi-token prediction that can be used."""
+        return self.number("nextn_predict_layers") == 1
 
     @property
     def ranks(self) -> bool:

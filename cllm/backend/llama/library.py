@@ -47,6 +47,7 @@ _ABORTED = re.compile(
     r"|removing memory module entries for seq_id"
 )
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
+_MANGLED = re.compile(r"_Z(\d+)(\w+)")
 Functions = dict[str, tuple[Any, ...]]  # result and parameters of each
 _loading = threading.Lock()
 _loaded: Library | None = None
@@ -106,6 +107,8 @@ class Api(SimpleNamespace):
         for name, (result, *parameters) in functions.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, parameters
+            if mangled := _MANGLED.match(name):  # what is exported under its C++ name
+                name = mangled[2][: int(mangled[1])]
             setattr(self, name, function)
 
     def load_cpu(self, directory: Path) -> None:

@@ -6,8 +6,9 @@ import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,6 +54,8 @@ MAX_PARALLEL = 8
 # A coding agent's first message (16,000 tokens) and the answer to it: a second slot must not cost that.
 AGENT_SHARE = 20480
 MIN_SHARE = 512
+HEADS = ("glm4moe", "qwen35", "qwen35moe")  # architectures whose head drafts without being asked for
+HEAD_ROLLBACK = 3  # tokens: more drafts of a head seldom all come true, and each takes a state a slot
 # Where a model is prepared beside others, by device: bytes it may take, and how many others free before that.
 ROOM: dict[str, tuple[int, int]] = {}
 MAX_MORE_CPU_LAYERS = 1.25  # times as many on the CPU, which the time of a step follows, for `AGENT_SHARE`
@@ -188,7 +191,7 @@ class MemoryFit:
             return asked or 1, small, whole
         fewer, wanted = self._max_layers(asked or 1, small), small
         long = self._max_layers(asked or 1, min(AGENT_SHARE, longest))
-        if long.cpu_layers <= MAX_MORE_CPU_LAYERS * fewer.cpu_layers:
+        if long.slow_layers <= MAX_MORE_CPU_LAYERS * fewer.slow_layers:
             fewer, wanted = long, min(AGENT_SHARE, longest)
         parallel, share = self._choose_context(fewer)
         if share < wanted and fewer.gpu_layers and self._fits(asked or 1, wanted, fewer):
@@ -211,13 +214,23 @@ class MemoryFit:
         return 1, self._largest_share(1, placement)
 
     def _max_layers(self, parallel: int, share: int) -> Placement:
-        """As many layers on GPUs as fit beside such a context. What the host holds does not decide."""
+        """As many layers on GPUs as fit beside such a context. What the host holds does not decide.
+
+        Experts of the first layers stay with the host before whole layers do: most of the weights, and little
+        of the work.
+        """
+        place, total, experts = self._placer.place, self._placer.total, 0
+        if self._placer.chooses_experts:
+            fits = partial(self._fits, parallel, share, host=False)
+            experts = bisect(range(total), True, key=lambda count: fits(place(total, count)))
+            if experts < total:
+                return place(total, experts)
         layers = bisect(
-            range(1, self._placer.total + 1),
+            range(1, total + 1),
             True,
-            key=lambda count: not self._fits(parallel, share, self._placer.place(count), host=False),
+            key=lambda count: not self._fits(parallel, share, place(count, experts - 1), host=False),
         )
-        return self._placer.place(layers)
+        return place(layers, max(0, experts - 1))
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
@@ -266,10 +279,15 @@ class MemoryFit:
 
         scratch = self._placer.converted(share * max(config.slots, parallel))
         devices = [place(device.name, device.free, scratch, DEVICE_RESERVE) for device in used]
-        if config.split_mode == "row" and devices:  # llama.cpp counts them where the rest of the layer is
-            rows = sum(one.model for one in devices) / sum(self._placer.parts)
-            split = zip(devices, self._placer.parts, strict=True)
-            devices = [one._replace(model=int(rows * part)) for one, part in split]
+        if config.split_mode in ("row", "tensor") and devices:  # not counted where they will lie
+            uses = Sizes._fields if config.split_mode == "tensor" else ("model",)
+            counted = [place(name, None, scratch) for name in found if name != HOST]
+            parts = [part / sum(self._placer.parts) for part in self._placer.parts]
+            for index, part in enumerate(parts):
+                sums: dict[str, Any] = {
+                    use: int(part * sum(getattr(each, use) for each in counted)) for use in uses
+                }
+                devices[index] = devices[index]._replace(**sums)._replace(reserve=DEVICE_RESERVE)
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
         host = place(HOST, self.available, RUNTIME + tables + (MEDIA_RUNTIME if mmproj else 0))
@@ -320,6 +338,13 @@ class MemoryFit:
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
         )
 
+    def describe_placement(self) -> str:
+        """Where the layers lie, and why."""
+        shown, chosen = self.placement.describe(), self._placer.chooses_experts
+        if not self.placement.host_experts:
+            return shown
+        return f"{shown} ({'the GPUs have no room for them' if chosen else 'as --n-cpu-moe says'})"
+
     def describe_context(self) -> str:
         """The context, and why it is what it is."""
         config, train = self._config, self._header.context_train
@@ -360,6 +385,24 @@ def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[De
     return longer if same and longer.fits else fit
 
 
+def choose_head(header: GgufHeader, config: EngineConfig) -> EngineConfig:
+    """Draft by the model's head (MTP) if asked for, or if it can and nothing else is. Raises ConfigError."""
+    hybrid = header.number("ssm.state_size") > 0
+    if config.draft == "auto" and config.drafter == "ngram" and header.architecture in HEADS and header.head:
+        if config.draft_rollback or not hybrid:
+            return msgspec.structs.replace(config, draft="mtp")
+    elif config.drafter == "mtp":
+        if not header.head:
+            raise ConfigError(
+                "draft mtp: the model's file has no layer for multi-token prediction, or several"
+            )
+        if hybrid and not config.draft_rollback:
+            return msgspec.structs.replace(config, draft_rollback=min(config.draft_tokens, HEAD_ROLLBACK))
+    elif config.drafter == "model" and not config.draft_model:
+        raise ConfigError("draft model: --draft-model says which")
+    return config
+
+
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
     """Read the header and the chat template, check the memory. Raises SetupError; loads nothing.
 
@@ -383,6 +426,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
+    config = choose_head(header, config)
     if config.draft_model:
         draft = Path(config.draft_model).resolve()
         GgufHeader(draft)  # is there, and one
@@ -394,7 +438,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
     if asked_layers(config) and not devices:
         log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
-    placed = f"{fit.placement.describe()}: " if devices else ""
+    placed = f"{fit.describe_placement()}: " if devices else ""
     log.info("context: %s; memory at the start: %s%s", fit.describe_context(), placed, fit.describe())
     config = fit.ready(config)
     target, limit = config.target_itl_ms, config.max_itl_ms

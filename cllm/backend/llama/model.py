@@ -14,7 +14,7 @@ from cllm.backend.llama.gguf import GgufFile, GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import LOAD_MODES, EngineConfig
-from cllm.errors import ModelFileError
+from cllm.errors import ConfigError, ModelFileError
 from cllm.types import InfillTokens, ModelInfo, Pooling, TokenBound
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
@@ -34,7 +34,7 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 _BYTE_LEVEL = _byte_level()
 _NO_ROPE, _MROPE_TYPES = -1, (8, 40)  # LLAMA_ROPE_TYPE_NONE, _MROPE, _IMROPE: a media row has four positions
-_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}  # llama_split_mode
 # By their numbers in llama.cpp and in GGUF files.
 POOLING_TYPES = (Pooling.NONE, Pooling.MEAN, Pooling.CLS, Pooling.LAST, Pooling.RANK)
 
@@ -54,11 +54,14 @@ def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_on
     for index, part in enumerate(part for part in config.tensor_split.split(",") if part):
         split[index] = float(part)
     params.tensor_split = split
-    overrides = (api.llama_model_tensor_buft_override * 2)()  # the second one is the end
-    if config.n_cpu_moe:
-        overrides[0].pattern = experts_pattern(config.n_cpu_moe).encode()
-        overrides[0].buft = api.ggml_backend_cpu_buffer_type()
-        params.tensor_buft_overrides = overrides
+    placed = [text.rpartition("=")[::2] for text in config.override_tensor]  # the first that matches counts
+    placed += [(experts_pattern(config.n_cpu_moe), "CPU")] if config.n_cpu_moe else []
+    overrides = (api.llama_model_tensor_buft_override * (len(placed) + 1))()  # the last one is the end
+    for override, (pattern, name) in zip(overrides, placed, strict=False):
+        if not (device := api.ggml_backend_dev_by_name(name.encode())):
+            raise ConfigError(f"override_tensor: there is no device {name}; CPU is one")
+        override.pattern, override.buft = pattern.encode(), api.ggml_backend_dev_buffer_type(device)
+    params.tensor_buft_overrides = overrides
     return [split, overrides]
 
 
@@ -127,6 +130,7 @@ class LlamaModel(Owned):
         overrides = _pack_overrides(metadata)
         params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
+        params.load_mtp = config.drafter == "mtp"
         params.use_extra_bufts = config.extra_buffers is not False
         placed = _place(library, config, params, vocabulary_only=vocabulary_only or not weights)
         path = Path(config.model)

@@ -161,9 +161,14 @@ class Placement(NamedTuple):
         return self.starts[0]
 
     @property
+    def slow_layers(self) -> int:
+        """Layers for which a step waits for the CPU."""
+        return max(self.cpu_layers, self.host_experts)
+
+    @property
     def complete(self) -> bool:
         """True if GPUs compute everything."""
-        return not self.cpu_layers and not self.host_experts
+        return not self.slow_layers
 
     @property
     def counts(self) -> list[int]:
@@ -177,10 +182,9 @@ class Placement(NamedTuple):
             return f"all {self.total} layers on the CPU" + (f", none on {names}" if names else "")
         held = zip(self.devices, self.counts, strict=True)
         on = ", ".join(f"{count} on {device.name}" for device, count in held if count)
+        rest = f", experts of {self.host_experts} layers on the CPU" if self.host_experts else ""
         if self.gpu_layers < self.total:
-            rest = ", the rest on the CPU"
-        else:
-            rest = f", experts of {self.host_experts} layers on the CPU" if self.host_experts else ""
+            rest += ", the rest on the CPU"
         count, _, where = on.partition(" ")
         return f"{count} of {self.total} layers {where}{rest}"
 
@@ -195,17 +199,21 @@ class Placer:
         self.parts = _choose_parts(config, self.devices)
         self.total = header.number("block_count") + 1
         has_experts = any(re.search(EXPERTS, tensor.name) for tensor in header.tensors)
-        self._host_experts = min(config.n_cpu_moe, self.total - 1) if has_experts else 0
+        self.chooses_experts = has_experts and config.n_cpu_moe is None
+        self._host_experts = min(config.n_cpu_moe or 0, self.total - 1) if has_experts else 0
         edges = np.cumsum(np.array(self.parts, np.float32), dtype=np.float32)
         self._edges = edges / edges[-1] if len(edges) else edges
 
-    def place(self, gpu_layers: int) -> Placement:
-        """Put the last `gpu_layers` layers on the GPUs, as llama.cpp distributes them."""
+    def place(self, gpu_layers: int, host_experts: int = 0) -> Placement:
+        """Put the last `gpu_layers` layers on the GPUs, as llama.cpp distributes them.
+
+        The host holds the experts of as many layers as the settings say, or else of `host_experts`.
+        """
         count = min(gpu_layers, self.total) if self.devices else 0
         start = self.total - count
         parts = np.arange(count, dtype=np.float32) / np.float32(max(1, count))
         starts = [start, *(start + int(np.searchsorted(parts, edge)) for edge in self._edges)]
-        return Placement(self.devices, tuple(starts), self._host_experts if count else 0)
+        return Placement(self.devices, tuple(starts), (self._host_experts or host_experts) if count else 0)
 
     def settings(self, placement: Placement) -> dict[str, Any]:
         """The settings of a placement, for llama.cpp."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from cllm.backend.base import (
     BatchKind,
     DraftCost,
     Drafter,
+    KVState,
     ModelRunner,
     Row,
     RowResult,
@@ -27,12 +28,13 @@ from cllm.backend.base import (
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.adapter import LlamaAdapters
 from cllm.backend.llama.candidates import IDLE_PART, NO_TOKENS, PART, make_logit_scan
-from cllm.backend.llama.context import LlamaContext
+from cllm.backend.llama.context import WHOLE, LlamaContext
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.dry_load import Sizes, read_sizes
 from cllm.backend.llama.embedding import EmbeddingContext
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.mtp import MtpContext
 from cllm.backend.llama.placement import asked_layers, wants_gpu
 from cllm.backend.llama.sampler import BatchSampler, DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
@@ -61,6 +63,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
         frees = DeferredFrees()
         self._embedding: EmbeddingContext | None = None
         self._drafts: DraftModel | None = None
+        self._head: MtpContext | None = None
+        self._head_bytes = 0
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
         self._padding: dict[int, int] = {}  # position by id
@@ -101,8 +105,10 @@ class LlamaRunner(LlamaContext, ModelRunner):
             self.open_embedding()
         if progress is not None:
             progress(1.0)  # the last point to give up loading: the first decode reads all weights
+        if config.drafter == "mtp" and self.info.generates:
+            self._open_head()
         self._warm_up()
-        if config.draft_model and self.info.generates:
+        if config.drafter == "model" and self.info.generates:
             check_cuttable(self.info, "served")
             draft = LlamaRunner(
                 draft_config(config, self.limits.request_tokens),
@@ -111,6 +117,15 @@ class LlamaRunner(LlamaContext, ModelRunner):
             )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
+
+    def _open_head(self) -> None:
+        if not self.limits.rollback_tokens:
+            check_cuttable(self.info, "served")
+        self._head = MtpContext(self._library, self._model, self._config, self)
+        self._open.callback(self._head.close)
+        sizes = zip(*read_sizes(self._library, self._head.pointer).values(), strict=True)
+        self._head_bytes = sum(map(sum, sizes)) - self._sizes.model  # the weights are in both
+        self.has_head = True
 
     def _warm_up(self) -> None:
         """A token or two through the model: the first request must not pay for reading the weights."""
@@ -141,23 +156,29 @@ class LlamaRunner(LlamaContext, ModelRunner):
     def _measure_drafts(self, longest: int) -> DraftCost:
         """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
 
-        A GPU repeats a step from its recording, if it is like those before: drafts cost it the next steps,
-        too. The shortest of a few times counts: what else the machine does only makes steps longer.
+        A GPU repeats a step from its recording, if it is like those before: the beginning of a run of drafts
+        costs it some steps, and its end. The shortest of a few times counts: what else the machine does only
+        makes steps longer.
         """
-        shortest: dict[int, float] = {}
+        shortest: dict[int, float] = {}  # of a step in a run of such steps
+        runs: dict[int, float] = {}  # a run, and the plain steps after it that it makes longer
         started = time.perf_counter()
         after = RECORDED_AFTER if self.asynchronous else 0
         for _ in range(MEASURED_ROUNDS):
             for tokens in (1, 2, longest):
-                steps = [self._decode_s(tokens), *(self._decode_s(1) for _ in range(after))]
-                shortest[tokens] = min(sum(steps), shortest.get(tokens, math.inf)) if all(steps) else 0.0
+                steps = [self._decode_s(each) for each in (*[tokens] * (1 + after), *[1] * after)]
+                shortest[tokens] = min(steps[after], shortest.get(tokens, math.inf))
+                runs[tokens] = min(sum(steps), runs.get(tokens, math.inf))
             if time.perf_counter() - started > MEASURED_S:
                 break
         if longest <= 2 or not all(shortest.values()):
             return DraftCost()
-        step_s = shortest[1] / (1 + after)
+        step_s = shortest[1]
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
-        return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)
+        begin = (runs[2] - runs[1]) / step_s - (1 + after) * (shortest[2] / step_s - 1) if after else 0.0
+        head = self._head.measure_s(MEASURED_ROUNDS) / step_s if self._head is not None else 0.0
+        verify = max(0.0, (shortest[2] - shortest[1]) / step_s - token)
+        return DraftCost(verify, token, max(0.0, begin), head)
 
     def _decode_s(self, tokens: int) -> float:
         """Seconds to compute `tokens` tokens of an empty sequence, each with output; 0 if that fails."""
@@ -227,6 +248,9 @@ class LlamaRunner(LlamaContext, ModelRunner):
         compute_s = decoded - self._decode_started
         if code != 0:
             return StepResult(StepStatus(code), code=code, compute_s=compute_s)
+        if self._head is not None:
+            self._head.observe(self._rows, self._padding)
+            self.draft_gaps = self._head.gaps
         if lines:
             results = self.batch_sampler.sample(batch.rows, self.logits(lines))
         else:
@@ -249,7 +273,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             "model": self.info.size_bytes,
             "kv": self._sizes.kv,
             "buffers": self._sizes.compute,
-            "draft_model": self._drafts.memory_bytes if self._drafts is not None else 0,
+            "draft_model": self._drafts.memory_bytes if self._drafts is not None else self._head_bytes,
             "adapters": sum(self.adapters.values()),
         }
 
@@ -277,6 +301,30 @@ class LlamaRunner(LlamaContext, ModelRunner):
 
     def create_drafter(self, tenant: str | None) -> Drafter | None:
         return ModelDrafter(self._drafts, tenant) if self._drafts is not None else None
+
+    def draft(self, newest: Mapping[int, int], length: int) -> dict[int, list[int]]:
+        return self._head.draft(newest, length) if self._head is not None else {}
+
+    # Cuts are noticed by the head itself.
+
+    def copy(self, source: int, target: int, length: int) -> int:
+        if self._head is not None:
+            self._head.load(target, self._head.dump(source))
+        return super().copy(source, target, length)
+
+    def save(self, seq_id: int, flags: int = WHOLE, more: bytes = b"") -> KVState | None:
+        more = self._head.dump(seq_id, whole=flags == WHOLE) if self._head is not None else b""
+        return super().save(seq_id, flags, more)
+
+    def state_bytes(self, seq_id: int) -> int:
+        return super().state_bytes(seq_id) + (self._head.state_bytes(seq_id) if self._head is not None else 0)
+
+    def restore(self, seq_id: int, state: KVState, flags: int = WHOLE) -> bool:
+        own, of_head = self._head.split(state) if self._head is not None else (state, b"")
+        restored = super().restore(seq_id, own, flags)
+        if restored and self._head is not None:
+            self._head.load(seq_id, of_head, whole=flags == WHOLE)
+        return restored
 
     def close(self) -> None:
         self._open.close()

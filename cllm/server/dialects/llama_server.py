@@ -36,7 +36,7 @@ from cllm.server.dialects.openai.models import models
 from cllm.server.dialects.operation import health, inspect
 from cllm.server.generation import AdapterScalesBody
 from cllm.server.middleware import check_operator
-from cllm.server.sse import EventStream, collect
+from cllm.server.sse import EventStream, collect, render
 from cllm.server.timings import PromptProgress, get_timings
 from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Health, Request, RequestOutput
@@ -336,10 +336,12 @@ async def complete(
             events = add_progress(engine, streams[0], total, events, 1, make)
         return EventStream(engine, streams, events)
     collected = await collect(engine, streams, http)
-    found = [
-        call.whole(index, stream, outputs)
-        for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
-    ]
+
+    def make_whole() -> list[Any]:
+        pairs = zip(streams, collected, strict=True)
+        return [call.whole(index, stream, outputs) for index, (stream, outputs) in enumerate(pairs)]
+
+    found = await render(collected, make_whole)
     return found[0] if len(found) == 1 else found
 
 

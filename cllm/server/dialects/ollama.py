@@ -29,7 +29,7 @@ from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import RAW, check_embeds, embed, encode_entries, to_vector
 from cllm.server.middleware import check_operator
-from cllm.server.sse import EventStream, collect
+from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
 from cllm.server.timings import get_timings
 from cllm.types import TokenLogprob, Usage
@@ -159,9 +159,13 @@ async def _answer(
         lines, beat = renderer.lines(reply, stream, count), encode_line(renderer.make())
         return EventStream(engine, [stream], lines, beat, NDJSON)
     outputs = await collect(engine, [stream], http)
-    for output in outputs[0]:
-        reply.add(output)
-    return renderer.whole(reply, stream, count)
+
+    def make() -> Any:
+        for output in outputs[0]:
+            reply.add(output)
+        return renderer.whole(reply, stream, count)
+
+    return await render(outputs, make)
 
 
 async def _submit(

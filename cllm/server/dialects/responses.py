@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cllm.chat.conversation import Conversation
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart, ReplyBuilder
 from cllm.chat.session import ChatSession, count_tokens, open_chat
 from cllm.errors import CllmError, InvalidRequest, ShuttingDown
@@ -22,7 +23,7 @@ from cllm.frontend.async_calls import loaded
 from cllm.limits import MAX_MESSAGES, check
 from cllm.server.answer_log import AnswerLog
 from cllm.server.background import ATTEMPT_EVENTS, end_response
-from cllm.server.body import run_in_turn
+from cllm.server.body import run_sized
 from cllm.server.dialect import JSON, encode_named
 from cllm.server.dialects import responses_body as shapes
 from cllm.server.dialects.llama_body import InputTokens
@@ -36,6 +37,7 @@ from cllm.server.job_store import STORES_NOTHING, JobDatabase, StoredObject
 from cllm.server.sse import BlockRenderer, EventStream, StreamEvent, encode_events, make_event
 from cllm.server.submit import make_request, use_engine
 from cllm.text.call_parser import parse_object
+from cllm.text.json_shape import ShapeSum
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
@@ -53,6 +55,7 @@ _STATUSES = {
 _EVENTS = {"cancelled": "failed"}  # the event of a status, where it has another name
 LINGER_S = 600.0  # for the events of a background response that has ended
 CANCEL_S = 10.0  # for a step to end
+START_ANOTHER = "start another conversation"
 _encode = msgspec.json.Encoder().encode
 decode_items = msgspec.json.Decoder(list[shapes.ResponseItem]).decode
 
@@ -121,18 +124,31 @@ EXAMPLE_EVENTS = encode_events(
 )
 
 
-async def load_history(body: ResponsesBody, http: HttpRequest) -> list[shapes.ResponseItem]:
-    """The items before a request's own; raises NotFound, InvalidRequest for too many."""
+async def load_conversation(body: ResponsesBody, http: HttpRequest, *, sees: bool) -> Conversation:
+    """The conversation with what is stored before it. Raises NotFound, InvalidRequest for too much of it."""
     store, tenant = get_jobs(http)
+    field, stored = "conversation", []
     if isinstance(body.conversation, shapes.ConversationName) and body.conversation.id is not None:
-        kept = await store.run(JobDatabase.get, "conversation", tenant, body.conversation.id)
-        items = decode_items(kept.more)
-        check(len(items), MAX_MESSAGES, "items", "conversation", "start another one")
-        return items
-    if body.previous_response_id is None:
-        return []
-    chain = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
-    return [item for stored in chain for item in decode_items(stored.more)]
+        stored = [await store.run(JobDatabase.get, "conversation", tenant, body.conversation.id)]
+    elif body.previous_response_id is not None:
+        field = "previous_response_id"
+        stored = await store.run(JobDatabase.get_chain, tenant, body.previous_response_id)
+
+    histories = [each.more for each in stored]
+    make = partial(make_conversation, body, histories, field, sees=sees)
+    return await run_sized(http, len(await http.body()) + sum(map(len, histories)), make)
+
+
+def make_conversation(
+    body: ResponsesBody, histories: Sequence[bytes], field: str, *, sees: bool = False
+) -> Conversation:
+    """Decode what is stored, counted as one body is, and put it before the input. Raises InvalidRequest."""
+    size, items = ShapeSum(field, START_ANOTHER), list[shapes.ResponseItem]()
+    for each in histories:
+        size.add(each)
+        items += decode_items(each)
+    check(len(items) + len(body.items), MAX_MESSAGES, "items", field, START_ANOTHER)
+    return body.to_conversation(items, sees=sees)
 
 
 async def find_conversation(
@@ -370,11 +386,10 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
         raise InvalidRequest(f"background: {STORES_NOTHING}", "background")
     stream = body.stream and earlier is None
     engine = await use_engine(http, body.model, stream=stream, timeout_s=body.timeout)
-    history = await load_history(body, http)
     request_id, limit = earlier.id if earlier else f"resp_{uuid.uuid4().hex}", body.max_output_tokens
     request = make_request(engine, http, body, request_id, limit, body.stop, logprobs=body.top)
     conversation_id = await find_conversation(body, http, earlier)
-    conversation = await run_in_turn(http, body.to_conversation, history, sees=engine.sees)
+    conversation = await load_conversation(body, http, sees=engine.sees)
     session = await open_chat(engine, conversation, request)
     echoed = echo(body, body.model or loaded(engine)[0].name)
     if conversation_id is not None:
@@ -422,8 +437,7 @@ async def accept(
 async def input_tokens(body: ResponsesBody, http: HttpRequest) -> InputTokens:
     """Count the tokens of an input, as the chat template renders it."""
     engine = await use_engine(http, body.model)
-    history = await load_history(body, http)
-    conversation = await run_in_turn(http, body.to_conversation, history, sees=engine.sees)
+    conversation = await load_conversation(body, http, sees=engine.sees)
     return InputTokens(await count_tokens(engine, conversation, body.constraint()))
 
 

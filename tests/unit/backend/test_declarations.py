@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(headers: Path, tmp_path: Pa
 def test_the_library_has_every_function() -> None:
     api = load().api
     for name in DECLARED.functions.keys() | DECLARED.cpu.keys():
-        assert callable(getattr(api, name))
+        assert callable(getattr(api, re.sub(r"^_Z\d+|P13llama_context.*", "", name)))
     assert api.llama_context_default_params().n_batch == 2048, "a structure comes back by value"
 
 

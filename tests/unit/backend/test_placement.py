@@ -116,7 +116,7 @@ class MadeUpCards(DryLoad):
         for layer, name in enumerate(names[:-1]):
             kv[name] += cells * cell
             model[name] += (2 * EMBEDDING + 2 * KEYS) * EMBEDDING * Q4
-            forward = "host" if layer < config.n_cpu_moe else name
+            forward = "host" if layer < (config.n_cpu_moe or 0) else name
             model[forward] += experts * 3 * FEED_FORWARD * EMBEDDING * Q4
         model[names[-1]] += TABLE
         logits = {names[-1]: min(512, config.batch_tokens) * VOCABULARY * 4}
@@ -276,7 +276,7 @@ def test_the_cards_that_are_named(dense: GgufHeader) -> None:
 
 
 def test_experts_on_the_cpu_leave_the_card_for_the_rest(experts: GgufHeader) -> None:
-    plain = fit_of(experts, cards(12))
+    plain = fit_of(experts, cards(12), n_cpu_moe=0)
     held = fit_of(experts, cards(12), n_cpu_moe=20)
     assert not plain.placement.complete and plain.placement.gpu_layers < 24
     assert plain.share == 20480, "with most layers on the CPU, a long context costs little"
@@ -288,6 +288,53 @@ def test_experts_on_the_cpu_leave_the_card_for_the_rest(experts: GgufHeader) -> 
     ready = ready_of(experts, cards(12), n_cpu_moe=99)
     assert ready.n_cpu_moe == LAYERS and ready.target_itl_ms == 250
     assert fit_of(experts, cards(200), n_cpu_moe=0).placement.complete
+
+
+def test_as_many_experts_stay_with_the_host_as_the_card_lacks_room_for(
+    experts: GgufHeader, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        ready = ready_of(experts, cards(12))
+    held = ready.n_cpu_moe or 0
+    assert ready.gpu_layers == 33 and 0 < held < LAYERS
+    placed = f"33 of 33 layers on CUDA0, experts of {held} layers on the CPU"
+    assert f"{placed} (the GPUs have no room for them): host" in caplog.text
+    assert not fit_of(experts, cards(12), n_cpu_moe=held - 1, ctx_size=ready.ctx_size, gpu_layers="all").fits
+    assert fit_of(experts, cards(200)).placement.complete
+    tiny = fit_of(experts, cards(1.5)).placement
+    assert tiny.host_experts == LAYERS and 0 < tiny.gpu_layers < 33, "then fewer layers"
+    assert f"experts of {LAYERS} layers on the CPU, the rest on the CPU" in tiny.describe()
+
+
+@given(free=st.integers(0, 40 * 1024), context=st.sampled_from([0, 4096, 32768]))
+def test_no_card_holds_too_much_and_one_layer_of_experts_more_would(
+    experts: GgufHeader, free: int, context: int
+) -> None:
+    fit = fit_of(experts, (Device("CUDA0", "", free * MIB, free * MIB, False),), ctx_size=context)
+    placed = fit.placement
+    assert all(place.fits for place in fit.places[1:])
+    if placed.gpu_layers == placed.total and placed.host_experts:
+        more = fit._placer.place(placed.total, placed.host_experts - 1)
+        assert not fit._sum_up(fit.parallel, fit.share, more)[1].fits
+
+
+def test_cards_that_share_each_tensor_share_all_sums(
+    dense: GgufHeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Together(MadeUpCards):
+        def measure(self, config: EngineConfig) -> dict[str, Sizes]:
+            host, *others = super().measure(config).values()
+            return {"host": host, "Meta": Sizes(*map(sum, zip(*others, strict=True)))}
+
+    asked = {"ctx_size": 8192, "gpu_layers": "all"}
+    plain = fit_of(dense, cards(24, 24), **asked)
+    monkeypatch.setattr(memory, "DryLoad", Together)
+    fit = fit_of(dense, cards(24, 24), tensor_split="3,1", split_mode="tensor", **asked)
+    first, second = fit.places[1:]
+    assert first.kv == 3 * second.kv and first.kv + second.kv == plain.kv
+    assert (
+        first.model == pytest.approx(3 * second.model) and first.reserve == second.reserve == DEVICE_RESERVE
+    )
 
 
 def test_experts_are_no_matter_in_a_dense_model(dense: GgufHeader) -> None:

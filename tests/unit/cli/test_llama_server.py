@@ -31,6 +31,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "-ctk q8_0 -ctv q8_0": {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
     "-ngl 12 -sm row -ts 3/1": {"gpu_layers": 12, "split_mode": "row", "tensor_split": "3,1"},
     "-ngl all -mg 1 -ncmoe 8": {"gpu_layers": -1, "main_gpu": 1, "n_cpu_moe": 8},
+    "-ot ffn_up=CPU,ffn_down=CPU": {"override_tensor": ("ffn_up=CPU", "ffn_down=CPU")},
     "-ngl auto --cpu-moe": {"gpu_layers": "auto", "n_cpu_moe": 4096},
     "--rope-scaling yarn --rope-scale 4": {"rope_scaling": "yarn", "rope_scale": 4.0},
     "--rope-freq-scale 0.25 --rope-freq-base 5e5": {"rope_scale": 4.0, "rope_freq_base": 5e5},

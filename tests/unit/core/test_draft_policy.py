@@ -45,7 +45,7 @@ class Priced(StepCostModel):
         super().__init__(split=split)
         self.draft, self.loaded = draft, draft if loaded is None else loaded
 
-    def decode_step_s(self, rows, cells, drafting=(), length=0, *, corrected=True):  # type: ignore[no-untyped-def]
+    def decode_step_s(self, rows, cells, drafting=(), length=0, *, corrected=True, **_):  # type: ignore[no-untyped-def]
         ids = set(drafting)
         runs = sum(each - 1 not in ids for each in ids) if self.split and len(ids) < rows else 0
         each = self.draft if corrected else self.loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
 import pytest
@@ -39,8 +40,10 @@ class SimulatedMachine:
     def __init__(self, costs: MachineCosts) -> None:
         self._step, self._gpu = costs.step, costs.asynchronous
         lone_s = self._step.ubatch + self._step.row
-        verify = NEW_RECORDING * (1 + RECORDED_AFTER) if self._gpu else 0.0
-        batch1 = DraftCost(verify, (self._step.row + CONTEXT * self._step.attended) / lone_s)
+        token = (self._step.row + CONTEXT * self._step.attended) / lone_s
+        batch1 = DraftCost(0.0, token)
+        if self._gpu:
+            batch1 = DraftCost(NEW_RECORDING, token, NEW_RECORDING * RECORDED_AFTER)
         self.cost = StepCostModel(batch1=batch1, records=self._gpu)
         self.policy = SpecDecodePolicy(8)
         self._slowed = 0
@@ -140,3 +143,66 @@ def test_a_plan_is_the_best_of_all_lengths(name: str) -> None:
         speeds = [8 * (1 + more) / step.seconds(range(8), length) for length, more in enumerate(expected)]
         speeds[0] *= DecodeStep.MIN_GAIN
         assert plan.length == speeds.index(max(speeds))
+
+
+FIRST, NEXT = 4.9, 1.5  # plain steps: a GPU's first step of a run of drafts, and those after it
+
+
+class Recording:
+    """A GPU that records its steps, of 1 ms, and a head that is right with a certain probability."""
+
+    def __init__(self, right: float, rows: int) -> None:
+        self._source, self._right, self._drafted = random.Random(1), right, False
+        self.drafted = 0
+        begin = FIRST - NEXT if rows == 1 else 0.0  # of more rows nothing is known beforehand
+        self.cost = StepCostModel(batch1=DraftCost(NEXT - 1, 0.0, begin, 0.1), records=True)
+        self.policy = SpecDecodePolicy(4, head=self._draft)
+        for length in (1, 40, 65):
+            self._compute(Batch((Row(0, 0, [1] * length, 1, None),)), 1.0)
+        self.sequences = []
+        for number in range(rows):
+            request = Request(id=str(number), prompt=Prompt(tuple(range(CONTEXT + 1))), max_tokens=10_000)
+            sequence = Sequence(request, capacity=20_000)
+            sequence.lease, sequence.num_computed = SlotLease(number, request.id), CONTEXT
+            sequence.drafts = self.policy.start(request)
+            self.sequences.append(sequence)
+
+    def _draft(self, newest: Mapping[int, int], length: int) -> dict[int, list[int]]:
+        size = {each.seq_id: len(each.tokens) for each in self.sequences}
+        return {
+            seq_id: [n % 50 if self._source.random() < self._right else WRONG for n in range(at, at + length)]
+            for seq_id, at in size.items()
+            if seq_id in newest
+        }
+
+    def _compute(self, batch: Batch, milliseconds: float) -> None:
+        self.cost.observe(batch, StepResult(StepStatus.DONE, ubatches=1, compute_s=milliseconds / 1000))
+
+    def decode(self, steps: int) -> float:
+        """Tokens for each plain step's time."""
+        tokens, taken = 0.0, 0.0
+        for _ in range(steps):
+            drafts = self.policy.draft(self.sequences, self.cost, room=512, max_step_s=1.0)
+            length = len(next(iter(drafts.values()), []))
+            batch = Batch(tuple(one.row(1, drafts.get(one.seq_id, ())) for one in self.sequences))
+            seconds = (NEXT if self._drafted else FIRST) if drafts else 1.0
+            self._drafted = bool(drafts)
+            self.drafted += bool(drafts)
+            self._compute(batch, seconds)
+            taken += seconds + 0.1 * length
+            accepted = [
+                SimulatedMachine._accept(*each) for each in zip(self.sequences, batch.rows, strict=True)
+            ]
+            tokens += sum(accepted) / len(accepted)
+        return tokens / taken
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("right", "gain"), [(0.8, 1.25), (0.2, 0.98)])
+def test_a_run_of_drafts_is_priced_as_a_run(rows: int, right: float, gain: float) -> None:
+    """A single step with drafts never pays here, a run of them does: the head goes on once it has begun."""
+    machine = Recording(right, rows)
+    machine.decode(100)  # what drafts cost here, and how good the head is, is learned once
+    machine.drafted = 0
+    assert machine.decode(400) >= gain
+    assert machine.drafted > 350 if right > 0.5 else machine.drafted < 10

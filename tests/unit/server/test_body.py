@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
-from cllm.server.body import NO_NUL, Body, decode, measure
+from cllm.server.body import NO_NUL, Body, decode
+from cllm.text.json_shape import measure
 
 
 class Part(msgspec.Struct, Body, kw_only=True):

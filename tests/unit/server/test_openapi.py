@@ -133,6 +133,7 @@ def test_the_texts_are_of_fields_and_routes_that_there_are() -> None:
     while todo:
         todo += (kind := todo.pop()).__subclasses__()
         known[kind.__name__] = set(vars(kind).get("__annotations__", ()))
+    known[""] = {field for fields in known.values() for field in fields}
     assert TEXTS.examples.keys() <= known.keys()
     for name, fields in TEXTS.fields.items():
         assert fields.keys() <= known[name], name

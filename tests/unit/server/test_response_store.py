@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
+import json
 
-from cllm.server.dialects.responses import EXAMPLE, decode_items, make_stored
+import msgspec
+import pytest
+
+from cllm.errors import InvalidRequest
+from cllm.limits import MAX_CONTAINERS, MAX_MESSAGES
+from cllm.server.dialects.responses import EXAMPLE, decode_items, make_conversation, make_stored
 from cllm.server.dialects.responses_body import (
     OutputCustomCall,
     OutputFunctionCall,
@@ -52,3 +57,17 @@ def test_history_comes_between_instructions_and_input() -> None:
     text = ResponsesBody.parse({"input": "a"})
     later = ResponsesBody.parse({"input": "b", "instructions": "c"})
     assert [message["content"] for message in later.to_conversation(text.items).messages] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [
+        ([{"role": "user", "content": "a"}] * (MAX_MESSAGES // 2), f"{MAX_MESSAGES + 1} items"),
+        ([{"role": "user", "content": [[]] * (MAX_CONTAINERS // 2)}], "objects and lists, the limit is"),
+    ],
+)
+def test_stored_histories_are_counted_as_one_body(items: list[dict[str, object]], reason: str) -> None:
+    """Sixteen small requests made a chain whose decoding stopped all streams for over a second."""
+    half, body = json.dumps(items).encode(), ResponsesBody.parse({"input": "b"})
+    with pytest.raises(InvalidRequest, match=f"previous_response_id: .*{reason}"):
+        make_conversation(body, [half, half], "previous_response_id")

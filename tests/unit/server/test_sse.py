@@ -15,6 +15,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from msgspec import structs
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig, ServerConfig
@@ -26,7 +27,7 @@ from cllm.server.app import create_app
 from cllm.server.dialect import COMMENT, DONE
 from cllm.server.dialects.cllm import cllm, events
 from cllm.testing import CHAT_TEMPLATE
-from cllm.types import Failure, FinishReason, RequestOutput
+from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
@@ -315,3 +316,14 @@ async def test_the_sdks_read_a_stream_with_beats(monkeypatch: pytest.MonkeyPatch
         assert kinds[-1] in ("response.completed", "response.incomplete")
         assert all(b"\n\n:\n\n" in got for got in raw[:2])
         assert raw[2].count(b"event: ping") > 2
+
+
+@pytest.mark.parametrize(
+    ("field", "many"), [("logprobs", False), ("logprobs", True), ("prompt_logprobs", True)]
+)
+async def test_many_scores_are_rendered_on_a_thread(field: str, many: bool) -> None:
+    """256 short answers with 20 likely tokens each stopped all others for 1.6 s."""
+    entries = (TokenLogprob(1, 0.0),) * (sse.MAX_SCORED // 2 + many)
+    outputs = [[structs.replace(RequestOutput(request_id="a"), **{field: entries})]] * 2
+    here = await sse.render(outputs, threading.current_thread) is threading.current_thread()
+    assert here is not many

@@ -188,13 +188,23 @@ def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
 OPTIONAL = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
 
 
-def test_a_grammar_that_fails_in_mid_answer_is_refused_before() -> None:
-    """A thousand optional properties are compiled, and fail at the second token."""
+def test_a_grammar_that_fails_in_mid_answer_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "_LIMITS", LLParserLimits(max_items_in_row=1000))
     bad = spec("json_schema", json.dumps(OPTIONAL))
     COMPILER.compile(bad)
     with pytest.raises(InvalidRequest, match=f"^{bad.field}: too complex to be followed") as refused:
         COMPILER.check(bad)
     assert refused.value.field == bad.field
+
+
+def test_many_optional_properties_fail_nowhere() -> None:
+    """Where the rehearsal did not come to them, an answer ended there with an error."""
+    properties = {"a": {"type": "string", "minLength": 60, "maxLength": 60}, "b": OPTIONAL}
+    late = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    matcher = COMPILER._compile(spec("json_schema", json.dumps(late)))
+    for token in ('{"a":"' + "x" * 60 + '","b":{"p1":"c"').encode():
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token) and not matcher.is_error()
 
 
 def test_a_grammar_of_slow_masks_is_refused_by_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import re
 import time
@@ -27,7 +26,7 @@ from cllm.server.dialects.llama_server import add_progress, llama_server, make_v
 from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
 from cllm.server.middleware import SOUNDS
-from cllm.server.sse import EventStream, collect
+from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import make_request, use_engine
 from cllm.server.timings import TimedResponse, Timings, get_timings
 from cllm.types import FinishReason, TokenLogprob
@@ -303,11 +302,12 @@ async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
             chunks = add_progress(engine, stream, total, chunks, body.n, make)
         return EventStream(engine, session.streams, chunks)
     outputs = await collect(engine, session.streams, http)
-    replies = [reply.reply() for reply in session.finish(outputs)]
     more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
-    if body.prompt_logprobs is None:
-        return renderer.whole(replies, session, **more)
-    return await asyncio.to_thread(renderer.whole, replies, session, **more)  # long prompts take a while
+
+    def make_whole() -> Any:
+        return renderer.whole([reply.reply() for reply in session.finish(outputs)], session, **more)
+
+    return await render(outputs, make_whole)
 
 
 class Transcription(msgspec.Struct):

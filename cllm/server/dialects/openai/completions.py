@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -27,7 +26,7 @@ from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
 from cllm.server.examples import CREATED, MODEL
-from cllm.server.sse import EventStream, collect
+from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import check_tokens, make_request, prepare, use_engine
 from cllm.server.timings import TimedResponse, get_timings
 from cllm.text.prompt import Gap, RawText
@@ -159,26 +158,11 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     return _replace(usage, completion_tokens_details=CompletionTokensDetails(accepted, rejected))
 
 
-async def make_choice(
+def make_choice(
     body: CompletionBody, index: int, outputs: Sequence[RequestOutput], echo: str, offset: int
 ) -> CompletionChoice:
-    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before.
-
-    The scores of a long prompt take most of a second: those are made in a thread.
-    """
+    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
-    make = partial(_make_choice, body, index, outputs, echo, offset, prompt)
-    return await asyncio.to_thread(make) if prompt else make()
-
-
-def _make_choice(
-    body: CompletionBody,
-    index: int,
-    outputs: Sequence[RequestOutput],
-    echo: str,
-    offset: int,
-    prompt: list[TokenLogprob],
-) -> CompletionChoice:
     entries = [entry for output in outputs for entry in output.logprobs]
     logprobs = None
     if body.logprobs is not None:
@@ -259,10 +243,14 @@ async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResp
     usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
     if best_of > body.n:
         collected = _best(collected, best_of, body.n)
-    choices = [
-        await make_choice(body, index, outputs, echo := echoes[index // body.n], len(echo))
-        for index, outputs in enumerate(collected)
-    ]
+
+    def make() -> list[CompletionChoice]:
+        return [
+            make_choice(body, index, outputs, echo := echoes[index // body.n], len(echo))
+            for index, outputs in enumerate(collected)
+        ]
+
+    choices = await render(collected, make)
     timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
     return _replace(head, choices=choices, usage=usage, timings=timings)
 
@@ -294,7 +282,7 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         echo = echoes[index] if scored and body.scores_echo else ""
-        choice = await make_choice(body, index, [output], echo, offsets[index])
+        choice = await render([[output]], partial(make_choice, body, index, [output], echo, offsets[index]))
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         if output.finish_reason is not None:
