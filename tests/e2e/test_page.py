@@ -258,6 +258,24 @@ def test_what_is_typed_is_kept(visit: Visit) -> None:
     assert page.input_value("#prompt") == ""
 
 
+def test_files_of_text_go_into_the_message(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.fill("#prompt", "Compare:")
+    files = {"a.txt": "One\n", "b.md": "```\nü\n```", "large.txt": "x" * (256 << 10), "c.bin": "\0"}
+    uploads: Any = [{"name": name, "mimeType": "", "buffer": text.encode()} for name, text in files.items()]
+    uploads[2]["buffer"] += b"x"
+    page.set_input_files("#picture-files", uploads)
+    page.wait_for_selector("#notice:has-text('Not added: large.txt, c.bin.')")
+    wanted = "Compare:\n\na.txt\n```\nOne\n```\n\nb.md\n````\n```\nü\n```\n````"
+    assert page.input_value("#prompt").strip() == wanted
+    visitor.open()
+    assert page.input_value("#prompt").strip() == wanted, "kept as what is typed"
+    page.click("#send")
+    visitor.wait_answered()
+    assert visitor.bodies[-1]["messages"] == [{"role": "user", "content": wanted}]
+
+
 # Two states of the conversation that is shown, each with another message behind its last one; both are saved.
 DIVERGE = """async () => {
   const { Conversation } = await import(new URL("page/conversation.js", document.baseURI));
