@@ -64,6 +64,13 @@ class Conversation(Chat, frozen=True, kw_only=True):
     prediction: str = ""  # what most of the reply will repeat
     pictures: dict[str, str] = msgspec.field(default_factory=dict)  # see `Pictures`
 
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest where templates would decode too much."""
+        size = ShapeSum("messages", "shorten the arguments of earlier calls")
+        for call in (call for message in self.messages for call in message.get("tool_calls") or ()):
+            if isinstance(text := call.get("function", {}).get("arguments"), str):
+                size.add(text.encode("utf-8", "surrogatepass"))
+
     def for_template(self, media: Mapping[str, Prompt] = {}) -> Chat:
         """The conversation as the tokenizer takes it. A reply continues an assistant's message at its end."""
         last = self.messages[-1]
@@ -128,7 +135,6 @@ class MessageBuilder:
         self._messages: list[dict[str, Any]] = []  # their texts in parts, joined once
         self.answered = False  # what is added now has been answered
         self._field = field
-        self._arguments = ShapeSum(field, "shorten the arguments of earlier calls")
         self._combine = combine
 
     def add_text(self, role: str, text: str) -> None:
@@ -158,8 +164,7 @@ class MessageBuilder:
         self._assistant().setdefault("reasoning_content", []).extend(filter(None, (text,)))
 
     def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
-        """A call by the assistant; `arguments` is JSON text. Raises InvalidRequest if all are too large."""
-        self._arguments.add(arguments.encode("utf-8", "surrogatepass"))
+        """A call by the assistant; `arguments` is JSON text."""
         calls = self._assistant().setdefault("tool_calls", [])
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})

@@ -59,11 +59,17 @@ def test_history_comes_between_instructions_and_input() -> None:
     assert [message["content"] for message in later.to_conversation(text.items).messages] == ["c", "a", "b"]
 
 
+TEXT = {"type": "input_text", "text": "a"}
+
+
 @pytest.mark.parametrize(
     ("items", "reason"),
     [
         ([{"role": "user", "content": "a"}] * (MAX_MESSAGES // 2), f"{MAX_MESSAGES + 1} items"),
-        ([{"role": "user", "content": [[]] * (MAX_CONTAINERS // 2)}], "objects and lists, the limit is"),
+        (
+            [{"role": "user", "content": [TEXT] * (MAX_CONTAINERS // 8)}] * 4,
+            "objects and lists, the limit is",
+        ),
     ],
 )
 def test_stored_histories_are_counted_as_one_body(items: list[dict[str, object]], reason: str) -> None:
