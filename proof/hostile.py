@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import tempfile
 import threading
 import time
@@ -25,7 +26,7 @@ from cllm.server.keys import add_key
 from proof.command import make_parser
 from proof.evidence import Bar, Evidence, record
 from proof.neighbours import PROSE, TARGET_S
-from proof.shared.hostile import HostileRequests
+from proof.shared.hostile import PREVIOUS, HostileRequests
 from tests.driver.http import HealthWatch
 from tests.driver.server import PATIENCE_S, Server, Stopwatch, wait_for
 
@@ -84,6 +85,7 @@ class PlainStreams:
 def send(url: str, key: str, seed: int, numbers: Sequence[int], limit_s: float) -> dict[str, int]:
     """Send requests one after another until the time is over; how often each status came."""
     found: Counter[str] = Counter()
+    previous = PREVIOUS  # the last stored response: chains of them grow
     requests, deadline = HostileRequests(seed), time.monotonic() + limit_s
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     with httpx.Client(base_url=url, headers=headers, timeout=4 * PATIENCE_S, trust_env=False) as client:
@@ -92,7 +94,9 @@ def send(url: str, key: str, seed: int, numbers: Sequence[int], limit_s: float) 
                 break
             method, path, body = requests.make(number)
             try:
-                status = client.request(method, path, content=body).status_code
+                answer = client.request(method, path, content=body.replace(PREVIOUS, previous))
+                status, stored = answer.status_code, re.search(rb'"id": ?"(resp_\w+)"', answer.content)
+                previous = stored[1] if stored else previous
                 found[str(status) if status in EXPECTED else f"{status} {path} (number {number})"] += 1
             except httpx.HTTPError as error:
                 found[f"{type(error).__name__} {path} (number {number})"] += 1

@@ -195,6 +195,9 @@ def describe_route(path: str, method: str, route: Mapping[str, Any], schemas: Ma
     return "\n\n".join(lines)
 
 
+LENGTHS = {"array": ("minItems", "maxItems"), "string": ("minLength", "maxLength")}
+
+
 def kind_of(schema: Mapping[str, Any]) -> str:
     """A schema's type in a few words, with its bounds."""
     if "$ref" in schema:
@@ -203,14 +206,13 @@ def kind_of(schema: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(kind_of(each) for each in branches if each.get("type") != "null"))
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
-    name = str(schema.get("type", "any"))
-    if name == "array":
-        return f"array of {kind_of(schema.get('items', {}))}"
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    name = kind = str(schema.get("type", "any"))
+    least, most = LENGTHS.get(kind, ("minimum", "maximum"))
+    low, high = schema.get(least, schema.get("exclusiveMinimum")), schema.get(most)
     low, high = (None if bound is not None and abs(bound) >= 2**31 - 1 else bound for bound in (low, high))
     if low is not None or high is not None:
         name += f" ({'' if low is None else f'{low:g}'} … {'' if high is None else f'{high:g}'})"
-    return name
+    return f"{name} of {kind_of(schema.get('items', {}))}" if kind == "array" else name
 
 
 def default_of(schema: Mapping[str, Any]) -> str:

@@ -38,6 +38,8 @@ COMMANDS = {  # name: module and function
     "cluster": ("cllm.cli.cluster", "cluster_app"),
     "keys": ("cllm.cli.keys", "keys_app"),
 }
+# What Typer says of a text that is no number, and what cllm says.
+_NUMBERS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -76,6 +78,10 @@ class Commands(TyperGroup):
         except CllmError as error:
             answers = ctx.invoked_subcommand in ("run", "chat") and not isinstance(error, SetupError)
             raise fail(error, 1 if answers else 2) from None
+        except typer.BadParameter as error:
+            wanted = [_NUMBERS[words] for words in _NUMBERS if words in error.message]
+            error.message = f"expected {wanted[0]}" if wanted else error.message
+            raise
 
 
 app = typer.Typer(

@@ -40,9 +40,12 @@ SCHEMA_FIELDS = {
     "tools",
 }
 GRAMMAR_FIELDS = {"grammar", "regex", "guided_grammar", "guided_regex"}
+CHAIN = "previous_response_id"
 EMBEDDED = {"input", "content", "documents", "text_2", "prompt"}
 # Every other request has one of these.
-COSTLY = {*SCHEMA_FIELDS, *GRAMMAR_FIELDS, "messages", "input", "prompt", "logit_bias", "content"}
+COSTLY = {*SCHEMA_FIELDS, *GRAMMAR_FIELDS, "messages", "input", "prompt", "logit_bias", "content", CHAIN}
+PREVIOUS = b"resp_previous"  # whoever sends a request puts the id of a stored response there
+_REASONING = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 40}]}
 _TEXT = {"type": "string"}
 
 
@@ -58,6 +61,10 @@ def _object(*names: str) -> dict[str, Any]:
     return {"type": "object", "properties": dict.fromkeys(names, _TEXT), "required": list(names)}
 
 
+def _optional(count: int) -> dict[str, Any]:
+    return {"properties": {f"p{number}": _TEXT for number in range(count)}}
+
+
 def _chain(count: int, *, backwards: bool = False) -> dict[str, Any]:
     """References that lead from one to the next."""
     order = range(count - 1, -1, -1) if backwards else range(count)
@@ -69,6 +76,14 @@ def _tree(width: int, depth: int) -> dict[str, Any]:
     """Alternatives of alternatives, by reference."""
     links = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * width} for n in range(depth)}
     return {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**links, str(depth): _TEXT}}
+
+
+def _make_call(field: str, arguments: str) -> list[dict[str, Any]]:
+    """A conversation with an earlier tool call, whose arguments are JSON text."""
+    call = {"name": "f", "arguments": arguments}
+    if field == "input":
+        return [{"type": "function_call", "call_id": "a", **call}, {"role": "user", "content": "x"}]
+    return [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]}]
 
 
 SCHEMAS: tuple[Callable[[int], Any], ...] = (
@@ -84,6 +99,10 @@ SCHEMAS: tuple[Callable[[int], Any], ...] = (
         "properties": {f"p{n}{i}": _TEXT for i in range((480, 1024, 1025, 4000)[n % 4])},
     },
     lambda n: {"type": "object", "properties": {f"p{i}": {"maxLength": n} for i in range(400)}},
+    lambda n: {  # optional properties that no walk of a few tokens comes to
+        "properties": {"a": {**_TEXT, "minLength": 60, "maxLength": 60}, "b": _optional(480 + n % 545)},
+        "required": ["a", "b"],
+    },
     lambda n: {"enum": [f"{n} {i}" for i in range(n % 9000)]},
     lambda n: {"anyOf": [_object(f"p{n}{i}") for i in range(n % 2000)]},
     lambda n: {"type": "string", "pattern": f"^(.{{1,{n % 900}}}x){{1,{n % 300}}}$"},
@@ -166,7 +185,11 @@ class HostileRequests:
             **find_example(route.body),
             **{key: SHORT[key] for key in SHORT if key in fields},
         }
+        if name in SCHEMA_FIELDS and draw.random() < 0.1:  # what fails in mid-answer
+            base.update({key: 100 for key in SHORT if key in fields and "_" in key})
         base.pop(name, None)
+        if name == CHAIN:
+            base["input"] = [_REASONING] * draw.choice((9, 900, 4000)) + [{"role": "user", "content": "hi"}]
         large = number % LARGE_EVERY == 0
         value = self._draw_large(draw) if large else self._draw(draw, name)
         pairs = [(key, _write(item)) for key, item in base.items()]
@@ -205,6 +228,10 @@ class HostileRequests:
         if name == "logit_bias" and draw.random() < 0.8:
             texts = {f"{i}{'bias ' * (n % 40)}": draw.choice((1, -100, False)) for i in range(n % 1100)}
             return _write([[text, bias] for text, bias in texts.items()] if n % 2 else texts)
+        if name in ("messages", "input") and draw.random() < 0.3:
+            return _write(_make_call(name, json.dumps([[]] * 8 * n)))
+        if name == CHAIN and draw.random() < 0.9:
+            return _write(PREVIOUS.decode())
         if name in ("messages", "input", "prompt") and draw.random() < 0.5:
             parts = [{"type": "text", "text": draw.choice(TEXTS)(n)}] * draw.choice((1, 2, 64))
             return _write(

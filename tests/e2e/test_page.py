@@ -203,6 +203,25 @@ def test_leaving_the_page_keeps_an_answer_that_goes_on(visit: Visit, keyed: Serv
     visitor.wait_answered()
 
 
+def test_an_answer_whose_stream_is_gone_can_be_continued(visit: Visit) -> None:
+    """After a reload, and in the next tab after the one that received it was closed."""
+    visitor, whole = visit(), "".join(f"word {number} " for number in range(200)).strip()
+    visitor.ask(say(whole), wait=False)
+    visitor.until("(document.querySelector('.markdown')?.innerText.length ?? 0) > 10")
+    visitor.context.route("**/v1/streams/**", lambda route: route.fulfill(status=404, json={}))
+    visitor.open().page.click(".continue")
+    visitor.until("document.querySelector('.markdown').innerText.length > 100")
+    visitor.page.close()
+    visitor.page = visitor.context.new_page()
+    visitor.open().page.wait_for_selector(".continue")
+    assert "Interrupted" in visitor.page.locator(".figures").last.inner_text()
+    assert whole.startswith(visitor.answer) and 100 < len(visitor.answer) < len(whole)
+    visitor.page.click(".continue")
+    visitor.until(f"document.querySelector('.markdown').innerText.length === {len(whole)}")
+    visitor.wait_answered()
+    assert visitor.answer == whole
+
+
 def test_what_is_typed_is_kept(visit: Visit) -> None:
     visitor = visit()
     page = visitor.page
@@ -237,6 +256,24 @@ def test_what_is_typed_is_kept(visit: Visit) -> None:
     assert visitor.answer == "Sent." and page.input_value("#prompt") == ""
     visitor.open()
     assert page.input_value("#prompt") == ""
+
+
+def test_files_of_text_go_into_the_message(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.fill("#prompt", "Compare:")
+    files = {"a.txt": "One\n", "b.md": "```\nü\n```", "large.txt": "x" * (256 << 10), "c.bin": "\0"}
+    uploads: Any = [{"name": name, "mimeType": "", "buffer": text.encode()} for name, text in files.items()]
+    uploads[2]["buffer"] += b"x"
+    page.set_input_files("#picture-files", uploads)
+    page.wait_for_selector("#notice:has-text('Not added: large.txt, c.bin.')")
+    wanted = "Compare:\n\na.txt\n```\nOne\n```\n\nb.md\n````\n```\nü\n```\n````"
+    assert page.input_value("#prompt").strip() == wanted
+    visitor.open()
+    assert page.input_value("#prompt").strip() == wanted, "kept as what is typed"
+    page.click("#send")
+    visitor.wait_answered()
+    assert visitor.bodies[-1]["messages"] == [{"role": "user", "content": wanted}]
 
 
 # Two states of the conversation that is shown, each with another message behind its last one; both are saved.

@@ -118,6 +118,16 @@ def test_the_plot_is_near_the_top_of_the_readme() -> None:
     assert PLOT in "\n".join(read(ROOT / "README.md").splitlines()[:10])
 
 
+def test_the_readme_and_the_page_on_models_name_a_model_to_paste() -> None:
+    for page in ("README.md", "README.zh-CN.md", "docs/models.md"):
+        assert re.search(r"`[^`]*\bhf:(?!USER/)[\w.-]+/[\w.-]+:\w+`", read(ROOT / page)), page
+
+
+def test_the_table_of_the_second_audit_names_tests_that_exist() -> None:
+    named = re.findall(r"::(test_\w+)", read(ROOT / "docs" / "reliability" / "audit-2.md"))
+    assert len(named) > 100 and sorted(set(named) - TESTS) == []
+
+
 def test_the_reference_is_what_the_code_says() -> None:
     assert reference.main(["--check"]) == 0, "run python scripts/reference.py"
 

@@ -126,7 +126,7 @@ function render() {
 
 function showModel() {
   $("model").title = $("model").value;
-  $("add-pictures").hidden = !models.size || !sees();
+  $("add-pictures").hidden = !models.size;
   showContext();
 }
 

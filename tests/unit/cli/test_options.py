@@ -76,7 +76,11 @@ def test_help_of_every_command_fits_80_columns(command: str) -> None:
     ("arguments", "message"),
     [
         (["--parallel", "256"], "configuration: parallel is 256: expected a whole number of at most 255"),
-        (["--threads", "x"], "--threads"),
+        (
+            ["--threads", "x"],
+            "Invalid value for '--threads' (env var: 'CLLM_THREADS'): expected a whole number ",
+        ),
+        (["--drain-s", "1h"], "CLLM_DRAIN_S'): expected a number "),
         (["--wibble"], "--wibble"),
         (
             ["--log-level", "loud"],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import struct
+from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,12 +20,14 @@ from cllm.messages import (
     TokenizeTexts,
     TokenLists,
 )
+from cllm.server.dialects.openai import embeddings
 from cllm.server.dialects.openai.embeddings import to_vector
 from cllm.testing.scripted import END_TOKEN
 from cllm.types import (
     EmbedLimits,
     Failure,
     FinishReason,
+    Pooling,
     Prompt,
     Request,
     RequestOutput,
@@ -367,3 +372,26 @@ def test_embeddings_are_cut_then_scaled() -> None:
     assert to_vector(data, norm=0).max() == 32760
     assert to_vector(bytes(16)).tolist() == [0, 0, 0, 0]
     assert to_vector(data).dtype == np.dtype("<f4")
+
+
+def test_numbers_of_one_input_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pooling an input has a vector for each token: here 400,000 numbers."""
+    data = np.arange(400_000, dtype="<f4").tobytes()
+    found = {"use_engine": None, "tokenize_inputs": None, "embed": ([data, data[:4000]], None)}
+    for name, value in found.items():
+        monkeypatch.setattr(embeddings, name, AsyncMock(return_value=value))
+    info = Mock(pooling=Pooling.NONE, vector_length=1000)
+    monkeypatch.setattr(embeddings, "loaded", lambda _: (info, None))
+
+    async def answer() -> tuple[bytes, int]:
+        task = asyncio.create_task(embeddings.llama_embedding(Mock(), Mock()))
+        turns = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return msgspec.json.encode(task.result()), turns
+
+    encoded, turns = asyncio.run(answer())
+    first, second = (np.array(entry["embedding"]) for entry in msgspec.json.decode(encoded))
+    assert (first == np.arange(400_000).reshape(400, 1000)).all() and (second == first[:1]).all()
+    assert turns > 10

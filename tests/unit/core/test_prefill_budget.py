@@ -414,11 +414,12 @@ def test_a_prompt_gets_less_room_beside_costly_samplers() -> None:
     assert budget.prefill_tokens(4, sampling_s=0.1) < budget.prefill_tokens(4)
 
 
-def test_costly_samplers_leave_time_for_prompts() -> None:
+@pytest.mark.parametrize("each_s", [0.1, 0.15], ids=["masks", "masks and biases"])
+def test_costly_samplers_leave_time_for_prompts(each_s: float) -> None:
     """Seven masks of 100 ms are three times the target: a prompt beside them would get two tokens a step."""
     budget = PrefillBudget(512, TARGET, StepCostModel(known=SMALL, frozen=True), defers=True)
     budget.cost.largest_prefill, budget.cost.largest_attended = 512, 1e9
-    costly = decoding(*[0.1] * 7)
+    costly = decoding(*[each_s] * 7)
     prompt = Sequence(Request(id="prompt", prompt=Prompt((1,) * 4000), max_tokens=1), 8192, 7)
     steps, given = 0, 0
     turns_had = dict.fromkeys((each.id for each in costly), 0)
@@ -429,7 +430,7 @@ def test_costly_samplers_leave_time_for_prompts() -> None:
         for name in shares:
             turns_had[name] += 1
         steps += 1
-    assert steps < 80 and TARGET / 5 < 0.1 * given / steps < TARGET / 2, "both get on"
+    assert steps < 80 and TARGET / 5 < each_s * given / steps < TARGET / 2, "both get on"
     assert max(turns_had.values()) - min(turns_had.values()) <= 1, "they go in turn"
 
 

@@ -7,6 +7,7 @@ import base64
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,7 +33,7 @@ from cllm.server.sse import collect
 from cllm.server.submit import check_tokens, tokenize, use_engine
 from cllm.types import Pooling, Request
 
-ENTRIES_AT_A_TIME = 64
+BYTES_AT_A_TIME = 1 << 18
 RAW = -1  # as `norm` of `to_vector`
 TokenizedInputs = tuple[tuple[int, ...], ...]
 
@@ -243,11 +244,13 @@ def to_vector(data: bytes, dimensions: int | None = None, norm: int = 2) -> npt.
 
 
 async def encode_entries(entries: Iterable[Any]) -> list[Any]:
-    """Entries as JSON. A call may hold a million numbers: the event loop gets a turn every few entries."""
+    """Entries as JSON. A call may hold a million numbers: the event loop gets a turn every few thousand."""
     encoded: list[Any] = []
+    size = 0
     for entry in entries:
-        encoded.append(msgspec.Raw(msgspec.json.encode(entry)))
-        if len(encoded) % ENTRIES_AT_A_TIME == 0:
+        encoded.append(msgspec.Raw(data := msgspec.json.encode(entry)))
+        if (size := size + len(data)) >= BYTES_AT_A_TIME:
+            size = 0
             await asyncio.sleep(0)
     return encoded
 
@@ -359,8 +362,9 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
     vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
     arrays = (to_vector(data, norm=norm).reshape(-1, length) for data in vectors)
-    entries = (LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
-    return await encode_entries(entries)
+    rows = iter(await encode_entries(row.tolist() for array in arrays for row in array))
+    counts = (len(data) // (4 * length) for data in vectors)  # without pooling a row for each token
+    return [LlamaEmbedding(index, [*islice(rows, count)]) for index, count in enumerate(counts)]
 
 
 @embeddings.post("/v1/rerank", computes=True)
