@@ -11,7 +11,9 @@ import msgspec
 from cllm.frontend.metrics import DECLARED, EngineMetrics
 
 _encoder = msgspec.json.Encoder()
-RATES, GAUGES, QUANTILES = DECLARED.rates, DECLARED.gauges, DECLARED.quantiles
+RATES: dict[str, str] = DECLARED["rates"]
+GAUGES: dict[str, str] = DECLARED["gauges"]
+QUANTILES: dict[str, str] = DECLARED["quantiles"]
 PARTS = {"p50": 0.5, "p99": 0.99}
 COLUMNS = ("t", *RATES, *GAUGES, *(f"{name}_{part}" for name in QUANTILES for part in PARTS))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import tomllib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,18 +29,10 @@ Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Declared(msgspec.Struct, frozen=True):
-    """What `metrics.toml` declares."""
-
-    step_counters: dict[str, tuple[str, str]]
-    step_gauges: dict[str, tuple[str, str]]
-    replica_gauges: dict[str, str]
-    rates: dict[str, str]
-    gauges: dict[str, str]
-    quantiles: dict[str, str]
-
-
-DECLARED = msgspec.toml.decode(Path(__file__).with_name("metrics.toml").read_bytes(), type=Declared)
+# Metrics of fields, by the kind of metric.
+DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
+)
 
 
 class EngineMetrics:
@@ -91,8 +84,8 @@ class EngineMetrics:
         self._ngram_indexes = self.memory.labels("ngram_indexes")
         self.ready = gauge("ready", "1 when requests are computed")
         self._last = StepStats()
-        self._counters = [(field, counter(*names)) for field, names in DECLARED.step_counters.items()]
-        self._gauges = [(field, gauge(*names)) for field, names in DECLARED.step_gauges.items()]
+        self._counters = [(field, counter(*names)) for field, names in DECLARED["step_counters"].items()]
+        self._gauges = [(field, gauge(*names)) for field, names in DECLARED["step_gauges"].items()]
         self.registry.register(TenantMetrics(self))
         self.replicas = ReplicaCollector()
         self.registry.register(self.replicas)
@@ -236,7 +229,7 @@ class ReplicaCollector(Collector):
         moved = CounterMetricFamily("cllm_requests_moved", "Requests that went on at another replica")
         moved.add_metric([], report.moved)
         yield moved
-        for field, text in DECLARED.replica_gauges.items():
+        for field, text in DECLARED["replica_gauges"].items():
             family = GaugeMetricFamily(f"cllm_replica_{field}", text, labels=["replica"])
             for each in report.replicas:
                 family.add_metric([each.name], float(getattr(each, field)))

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-MODEL = "SmolLM2-135M-Instruct"
 CREATED = 1767225600
 VECTOR = [0.118, -0.042, 0.307]
 
