@@ -54,75 +54,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     to the lowest id.
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
-    dynatemp_range: Annotated[
-        float,
-        Meta(ge=0, le=10, description="Varies the temperature by up to this with the entropy; 0: off"),
-    ] = 0.0
-    dynatemp_exponent: Annotated[
-        float, Meta(ge=0, le=100, description="Dynamic temperature: exponent of the normalised entropy")
-    ] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32, description="Keep the k most likely tokens; 0: off")] = 40
-    top_p: Annotated[
-        float, Meta(ge=0, le=1, description="Keep the most likely tokens up to this probability; 1: off")
-    ] = 0.95
-    min_p: Annotated[
-        float, Meta(ge=0, le=1, description="Drop tokens below this share of the best probability; 0: off")
-    ] = 0.05
-    typical_p: Annotated[float, Meta(gt=0, le=1, description="Locally typical sampling; 1: off")] = 1.0
-    top_n_sigma: Annotated[
-        float, Meta(ge=-1, le=100, description="Keep logits within n sigma of the best; negative: off")
-    ] = -1.0
-    repetition_penalty: Annotated[
-        float, Meta(gt=0, le=10, description="Above 1 discourages repetition; 1: off")
-    ] = 1.0
-    frequency_penalty: Annotated[
-        float, Meta(ge=-2, le=2, description="Subtracted from a token's logit for each occurrence; 0: off")
-    ] = 0.0
-    presence_penalty: Annotated[
-        float, Meta(ge=-2, le=2, description="Subtracted from the logit of every token that occurred; 0: off")
-    ] = 0.0
-    penalty_last_n: Annotated[
-        int, Meta(ge=-1, le=MAX_INT32, description="How many tokens the penalties look back; -1: all")
-    ] = 64
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100, description="DRY repetition penalty; 0: off")] = 0.0
-    dry_base: Annotated[
-        float, Meta(ge=1, le=100, description="DRY: each further repeated token multiplies the penalty by it")
-    ] = 1.75
-    dry_allowed_length: Annotated[
-        int, Meta(ge=0, le=MAX_INT32, description="DRY: repeats up to this many tokens cost nothing")
-    ] = 2
-    dry_penalty_last_n: Annotated[
-        int, Meta(ge=-1, le=MAX_INT32, description="DRY: how many tokens it looks back; -1: all, 0: none")
-    ] = -1
-    dry_sequence_breakers: Annotated[
-        tuple[str, ...], Meta(max_length=8, description="DRY: texts that end a repeated sequence")
-    ] = ("\n", ":", '"', "*")
-    xtc_probability: Annotated[float, Meta(ge=0, le=1, description="Exclude top choices; 0: off")] = 0.0
-    xtc_threshold: Annotated[
-        float, Meta(ge=0, le=1, description="XTC: excludes all tokens above it but the least likely of them")
-    ] = 0.1
-    mirostat: Annotated[int, Meta(ge=0, le=2, description="Mirostat version 1 or 2; 0: off")] = 0
-    mirostat_tau: Annotated[float, Meta(ge=0, le=100, description="Mirostat: the target surprise")] = 5.0
-    mirostat_eta: Annotated[float, Meta(ge=0, le=1, description="Mirostat: the learning rate")] = 0.1
-    adaptive_target: Annotated[
-        float, Meta(ge=-1, le=1, description="Adaptive-p: draw tokens near this probability; negative: off")
-    ] = -1.0
-    adaptive_decay: Annotated[
-        float, Meta(ge=0, le=0.99, description="Adaptive-p: weight of earlier tokens; 1 / (1 - it) count")
-    ] = 0.9
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 0.8
+    dynatemp_range: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    dynatemp_exponent: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 40
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    typical_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] = -1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_INT32)] = 64
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    dry_base: Annotated[float, Meta(ge=1, le=100)] = 1.75
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 2
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_INT32)] = -1
+    dry_sequence_breakers: Annotated[tuple[str, ...], Meta(max_length=8)] = ("\n", ":", '"', "*")
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    mirostat: Annotated[int, Meta(ge=0, le=2)] = 0
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] = 5.0
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    adaptive_target: Annotated[float, Meta(ge=-1, le=1)] = -1.0
+    adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] = 0.9
     logit_bias: Annotated[
-        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
-        Meta(max_length=1024, description="Token id (as text) → added to its logit"),
+        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...], Meta(max_length=1024)
     ] = ()
-    ignore_eos: Annotated[
-        bool, Meta(description="Never sample an end-of-generation token: go on to max_tokens")
-    ] = False
+    ignore_eos: bool = False
     # The caller draws one where there is none, so that a replayed request samples the same.
-    seed: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description="The same seed gives the same text; none: another one for each answer"),
-    ] = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
 
     @property
     def greedy(self) -> bool:

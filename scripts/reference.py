@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,7 +25,8 @@ import typer  # noqa: E402
 
 from cllm import errors  # noqa: E402
 from cllm.cli.main import COMMANDS, app  # noqa: E402
-from cllm.config import GROUPS, EngineConfig, ServerConfig  # noqa: E402
+from cllm.cli.options import SETTINGS, bare_type  # noqa: E402
+from cllm.config import EngineConfig, ServerConfig  # noqa: E402
 from cllm.frontend.metrics import EngineMetrics  # noqa: E402
 from cllm.messages import ClusterReport  # noqa: E402
 from cllm.server.dialect import STATUS  # noqa: E402
@@ -122,10 +123,8 @@ def make_settings() -> str:
         "Options with a star are shown by `--help-all` only."
     )
     groups: dict[str, list[tuple[str, str, str, str]]] = {}
-    group = ""
     for name, field in settings().items():
-        group = GROUPS.get(name, group)
-        groups.setdefault(group, []).append(describe_setting(field))
+        groups.setdefault(SETTINGS[name][0], []).append(describe_setting(field))
     parts = [
         f"## {name.capitalize()}\n\n{table(('option', 'what it sets', 'default', 'bounds'), rows)}"
         for name, rows in groups.items()
@@ -134,8 +133,8 @@ def make_settings() -> str:
 
 
 def describe_setting(field: msgspec.structs.FieldInfo) -> tuple[str, str, str, str]:
-    annotated = get_args(field.type)[0] if field.default is None else field.type
-    kind, meta = get_args(annotated)
+    kind, meta = bare_type(field)
+    text = SETTINGS[field.name][1]
     flag = field.name.upper() if field.name == "model" else "--" + field.name.replace("_", "-")
     default = "" if field.default in (None, "") else f"`{field.default}`"
     if kind is bool:
@@ -143,8 +142,8 @@ def describe_setting(field: msgspec.structs.FieldInfo) -> tuple[str, str, str, s
         flag = flag if flag.startswith("--no-") else f"{flag}`, `--no-{flag.removeprefix('--')}"
     bounds = [f"≥ {meta.ge:g}"] if meta.ge is not None else []
     bounds += [f"≤ {meta.le:g}"] if meta.le is not None else []
-    star = "\\*" if meta.extra["rare"] else ""
-    return f"`{flag}`{star}", meta.description, default, ", ".join(bounds)
+    star = "\\*" if text.rare else ""
+    return f"`{flag}`{star}", text.help, default, ", ".join(bounds)
 
 
 # Routes -------------------------------------------------------------------------------------------------

@@ -23,21 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cllm.build.gpus import BACKENDS, Drivers, Gpu
-from cllm.build.options import CMAKE_OPTIONS, digest, find_builds, machine
+from cllm.build.options import OPTIONS, digest, find_builds, machine
 from cllm.build.toolchain import BINDINGS_VERSION, BuildError, Compiler, default_jobs, has_header
 
 NVCC_FOLDER = "/usr/local/cuda/bin"  # where NVIDIA's packages have it
 GPU_CHOICES = ("auto", *BACKENDS, "none")
 BYTES_PER_JOB = {"cpu": 2**30, "cuda": 2**31, "vulkan": 2**30}
 _CORE_MINUTES = {"cpu": 8, "cuda": 75, "vulkan": 20}  # about; Vulkan 8 with the glslc of Debian 12
-_OPTIONS = (
-    *CMAKE_OPTIONS,
-    "-DGGML_BACKEND_DL=ON",  # a module, not a part of libggml
-    "-DGGML_NATIVE=OFF",  # ggml refuses both together, and the host's part of the work is small
-    "-DGGML_CPU=OFF",
-    "-DGGML_CUDA_NCCL=OFF",  # splitting by layers needs none
-    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TOOLS", "SERVER")),
-)
+_OPTIONS = (*OPTIONS["common"], *OPTIONS["module"])
 # What ggml asks of Vulkan's headers without a check, and those before 1.3.272 (Debian 12) do not declare. It
 # is for validation, which is off: a driver skips what it does not know.
 OLD_VULKAN = Path(__file__).with_name("old_vulkan.hpp")
@@ -45,14 +38,6 @@ _VULKAN_HEADERS = ("vulkan/vulkan.hpp", "spirv/unified1/spirv.hpp")
 MEDIA_TARGET = "mtmd"
 MEDIA_PROJECT = Path(__file__).with_name("libmtmd")
 _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
-_MEDIA_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",  # it builds graphs; the arithmetic is ggml's
-    "-DBUILD_SHARED_LIBS=ON",
-    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
-    "-DCMAKE_SKIP_RPATH=ON",  # what it needs is loaded before it
-    "-DMTMD_VIDEO=OFF",  # it would start ffmpeg
-)
 
 
 class Module(NamedTuple):
@@ -243,7 +228,7 @@ class MediaOptions:
         """CMake's arguments without the folders of the source and the build."""
         compilers = (("C", self.compiler.c), ("CXX", self.compiler.cxx))
         return [
-            *_MEDIA_OPTIONS,
+            *OPTIONS["media"],
             *(f"-DCMAKE_{language}_COMPILER={';'.join(command)}" for language, command in compilers),
             f"-DLIBRARIES={self.library}",
             f"-DSUFFIX=.{_SUFFIX}",
@@ -259,7 +244,7 @@ class MediaOptions:
 
 def media_revision() -> str:
     """A digest of the options: an older build with other ones is not loaded."""
-    return digest([*_MEDIA_OPTIONS, (MEDIA_PROJECT / "CMakeLists.txt").read_text(encoding="utf-8")])
+    return digest([*OPTIONS["media"], (MEDIA_PROJECT / "CMakeLists.txt").read_text(encoding="utf-8")])
 
 
 def find_media(library: Path) -> Path | None:

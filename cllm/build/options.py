@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,34 +21,9 @@ from typing import Any
 
 from cllm.build.toolchain import BINDINGS_VERSION, Compiler, cache_directories
 
-# libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
-# low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
-_COLD = "-O1"
-_HOT = "-O3"
-_HOT_SOURCES = (
-    *("llama-batch", "llama-context", "llama-graph", "llama-kv-cache", "llama-kv-cache-iswa"),
-    *("llama-memory-hybrid", "llama-memory-recurrent", "llama-sampler", "llama-vocab", "unicode"),
-)
-
-CMAKE_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=ON",
-    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # the files leave the build folder
-    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",  # one file per library, no links
-    "-DGGML_OPENMP=OFF",  # cllm brings ggml's own thread pools, which bear a busy neighbour
-    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "APP", "UI")),
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_ALL_WARNINGS=OFF",
-)
-# For every CPU of this architecture, one backend for each kind, chosen when the library is loaded.
-_VARIANTS = (
-    "-DGGML_BACKEND_DL=ON",
-    "-DGGML_CPU_ALL_VARIANTS=ON",
-    "-DGGML_NATIVE=OFF",
-    *(f"-DCMAKE_{language}_VISIBILITY_PRESET=hidden" for language in ("C", "CXX")),
-    "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
-)
+OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+_COLD, _HOT, _HOT_SOURCES = "-O1", "-O3", OPTIONS["hot_sources"]
+CMAKE_OPTIONS, _VARIANTS = OPTIONS["common"], OPTIONS["variants"]
 # Its C++ runtime is inside and hidden: that of the machine may be older, and in the same process another one.
 _VARIANT_LINKING = "-static-libstdc++ -Wl,--exclude-libs,ALL,--gc-sections,--strip-all"
 _HIDDEN = "{ local: _Z*St*; _Z*9__gnu_cxx*; };\n"  # instances of the C++ library's templates
@@ -171,14 +147,6 @@ def _switch(value: bool) -> str:
     return "ON" if value else "OFF"
 
 
-# What a compiler may emit on its own or ggml asks for by name. The rest of /proc/cpuinfo (mitigations,
-# virtualisation, power) comes and goes with kernel and microcode, and must not cause a new build.
-_X86_INSTRUCTION_SETS = (
-    *("sse", "ssse", "pni", "avx", "amx", "apx", "fma", "f16c", "bmi", "abm", "popcnt", "movbe"),
-    *("aes", "vaes", "pclmul", "vpclmul", "gfni", "sha", "adx", "cx16", "lahf", "xop", "tbm", "3dnow"),
-)
-
-
 def machine() -> str:
     """Operating system and architecture, such as `linux-x86_64`."""
     return f"{sys.platform}-{platform.machine().lower()}"
@@ -192,7 +160,7 @@ def features() -> tuple[str, ...]:
         lists = map(_read_cpuinfo().get, ("flags", "features", "isa"))
         names = {word for words in lists if words for word in words.lower().split()}
     if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
-        names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
+        names = {name for name in names if name.startswith(tuple(OPTIONS["x86_instruction_sets"]))}
     return tuple(sorted(names))
 
 

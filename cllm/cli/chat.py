@@ -21,6 +21,7 @@ from cllm.process import configure_logging
 
 MODEL: dict[str, Any] = {"envvar": "CLLM_MODEL", "metavar": "MODEL"}
 THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
+CONTEXT = {**THREADS, "envvar": "CLLM_CTX_SIZE"}
 
 Image = Annotated[
     list[Path],
@@ -37,12 +38,7 @@ def chat_command(
     image: Image = [],  # noqa: B006
     think: Annotated[str, Option(metavar="MODE", help="Reasoning: on, off, or hide (fold it).")] = "on",
     local: Annotated[bool, Option("--local", help="Load the model here, whatever server runs.")] = False,
-    ctx_size: Annotated[
-        int,
-        Option(
-            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: automatic"
-        ),
-    ] = 0,
+    ctx_size: Annotated[int, Option(**CONTEXT, help="Context of a model loaded here. 0: automatic")] = 0,
     threads: Annotated[int, Option(**THREADS, help="Its threads. 0: one per core.")] = 0,
     offline: Annotated[bool, Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model.")] = False,
     log_level: Annotated[str, Option(envvar="CLLM_LOG_LEVEL", metavar="LEVEL")] = "warning",

@@ -88,19 +88,17 @@ def examine_texts(config: EngineConfig) -> list[Finding]:
         model = LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True)
     except CllmError as error:
         return [Finding("vocabulary", False, error.message)]
-    findings = []
-    if model.metadata("tokenizer.ggml.model") in ("llama", "gpt2"):  # others change a text
-        findings.append(check("vocabulary", _check_vocabulary, model.vocabulary))
-    if source := model.info(config.chat_template).chat_template:
+    with model:
+        vocabulary, findings = model.vocabulary, list[Finding]()
+        if model.metadata("tokenizer.ggml.model") in ("llama", "gpt2"):  # others change a text
+            findings.append(check("vocabulary", _check_vocabulary, vocabulary))
+        if not (source := model.info(config.chat_template).chat_template):
+            return [*findings, Finding("template", None, "the file has none: ChatML takes its place")]
         template = _RecordedTemplate(source)
-        builder = PromptBuilder(model.vocabulary, template)
-        findings.append(check("template", _check_template, builder, model.vocabulary))
+        builder = PromptBuilder(vocabulary, template)
+        findings.append(check("template", _check_template, builder, vocabulary))
         findings.append(check("calls in history", _check_history, builder))
-        findings.append(check("as Transformers", _compare_rendered, template))
-    else:
-        findings.append(Finding("template", None, "the file has none: ChatML takes its place"))
-    model.close()
-    return findings
+        return [*findings, check("as Transformers", _compare_rendered, template)]
 
 
 def examine_media(config: EngineConfig) -> list[Finding]:

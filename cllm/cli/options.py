@@ -1,4 +1,4 @@
-"""Command-line options made from the configuration, so that a default is written down once.
+"""Command-line options made from the configuration and `settings.toml`: a default is written down once.
 
 Precedence: command line, `CLLM_*` variables, TOML file (`--config`), defaults.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import typer
+from msgspec import Meta
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -21,10 +22,23 @@ from rich.text import Text
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config, name_settings
+from cllm.config import Config, EngineConfig, ServerConfig, make_config, name_settings
 from cllm.errors import ConfigError, InvalidRequest
 from cllm.fields import check_finite
 
+
+class SettingText(msgspec.Struct, frozen=True):
+    """What `settings.toml` says of a setting."""
+
+    help: str
+    metavar: str = ""
+    rare: bool = False
+
+
+_PANELS = msgspec.toml.decode(
+    Path(__file__).with_name("settings.toml").read_bytes(), type=dict[str, dict[str, SettingText]]
+)
+SETTINGS = {name: (panel, text) for panel, texts in _PANELS.items() for name, text in texts.items()}
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"
 _MODELS = "cllm.models"  # of the TOML file
@@ -108,14 +122,20 @@ def _show_all(context: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
-def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Parameter:
-    optional = field.default is None
-    kind, meta = get_args(get_args(field.type)[0] if optional else field.type)
+def bare_type(field: msgspec.structs.FieldInfo) -> tuple[Any, Meta]:
+    """The type of a setting without None, and its bounds."""
+    kind = get_args(field.type)[0] if field.default is None else field.type
+    return get_args(kind) if get_origin(kind) is Annotated else (kind, Meta())
+
+
+def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    kind, _ = bare_type(field)
+    panel, text = SETTINGS[field.name]
     option: dict[str, Any] = {
-        "help": meta.description,
+        "help": text.help,
         "envvar": f"CLLM_{field.name.upper()}",
-        "rich_help_panel": group,
-        "hidden": meta.extra["rare"],
+        "rich_help_panel": panel,
+        "hidden": text.rare,
     }
     if field.name == "model":
         return _keyword(field.name, Annotated[kind, Argument(**option, show_default=False)], "")
@@ -126,8 +146,8 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
         kind, option["parser"] = str, _number_or_word
     name = field.name.replace("_", "-")
     flag = f"--{name}/--no-{name}" if kind is bool and not name.startswith("no-") else f"--{name}"
-    option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
-    value: Any = list[str] if repeats else kind | None if optional else kind
+    option["metavar"] = text.metavar or _METAVARS[kind]
+    value: Any = list[str] if repeats else kind | None if field.default is None else kind
     return _keyword(field.name, Annotated[value, Option(flag, **option)], field.default)
 
 
@@ -151,10 +171,7 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
     The command receives `config: Config`. Its own parameters stay as they are. Make it a command of the class
     `GroupedHelp`.
     """
-    generated, group = [], ""
-    for field in (field for struct in structs for field in msgspec.structs.fields(struct)):
-        group = GROUPS.get(field.name, group)
-        generated.append(_parameter(field, group))
+    generated = [_parameter(field) for struct in structs for field in msgspec.structs.fields(struct)]
     names = [parameter.name for parameter in generated]
     generated += [
         _keyword("context", typer.Context),

@@ -35,11 +35,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 def pull_command(
     reference: Annotated[
-        str,
-        Argument(
-            metavar="REF",
-            help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
-        ),
+        str, Argument(metavar="REF", help="hf:USER/REPO[:QUANT][@REVISION], ms:USER/REPO[:QUANT] or a URL")
     ],
     to: Annotated[Path | None, Option("--to", metavar="DIR", help="Store it in DIR, not in a cache.")] = None,
     limit: Annotated[

@@ -196,11 +196,7 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
         embeddings = tuple(job.embeddings[index] for index in range(len(job.embeddings))) if done else ()
         self.outputs.append(
             RequestOutput(
-                request_id=job.id,
-                finish_reason=reason,
-                error=error,
-                usage=job.usage(),
-                embeddings=embeddings,
+                request_id=job.id, finish_reason=reason, error=error, usage=job.usage(), embeddings=embeddings
             )
         )
 

@@ -77,11 +77,7 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
 
 
 def submit_all(
-    engine: EngineClient,
-    request: Request,
-    prompts: Sequence[Prompt],
-    count: int,
-    kind: type[StreamKind],
+    engine: EngineClient, request: Request, prompts: Sequence[Prompt], count: int, kind: type[StreamKind]
 ) -> list[StreamKind]:
     """The streams of `count` choices for each prompt; all are accepted, or none and the refusal is raised.
 

@@ -8,41 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cllm.frontend.metrics import EngineMetrics
+from cllm.frontend.metrics import DECLARED, EngineMetrics
 
 _encoder = msgspec.json.Encoder()
-# Columns of a row, after its time: growth of counters in that second …
-RATES = {
-    "generated": "generated_tokens",
-    "prompt": "prompt_tokens",
-    "cached": "cached_tokens",
-    "drafted": "drafted_tokens",
-    "accepted": "accepted_tokens",
-    "finished": "requests_finished",
-    "refused": "requests_refused",
-    "preempted": "preemptions",
-    "steps": "steps",
-    "step_s": "step_seconds",
-    "compute_s": "step_compute_seconds",
-    "sample_s": "step_sample_seconds",
-    "transfer_s": "kv_transfer_seconds",
-}
-# … gauges as they are …
-GAUGES = {
-    "running": "running_requests",
-    "waiting": "queue_requests",
-    "cells_used": "kv_cells_used",
-    "cells_cached": "kv_cells_cached",
-    "ram_bytes": "prefix_ram_bytes",
-    "disk_bytes": "prefix_disk_bytes",
-    "swapped_bytes": "swapped_ram_bytes",
-}
-# … and the quantiles of histograms over the last seconds, in milliseconds.
-QUANTILES = {
-    "first": "time_to_first_token_seconds",
-    "gap": "inter_token_seconds",
-    "queue": "queue_seconds",
-}
+RATES: dict[str, str] = DECLARED["rates"]
+GAUGES: dict[str, str] = DECLARED["gauges"]
+QUANTILES: dict[str, str] = DECLARED["quantiles"]
 PARTS = {"p50": 0.5, "p99": 0.99}
 COLUMNS = ("t", *RATES, *GAUGES, *(f"{name}_{part}" for name in QUANTILES for part in PARTS))
 

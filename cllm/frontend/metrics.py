@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+import tomllib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -25,47 +27,12 @@ from cllm.types import Limits, RequestOutput
 log = logging.getLogger(__name__)
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-# Fields of StepStats: (field, metric, help).
-_STEP_COUNTERS = (
-    ("steps", "steps", "Native decode calls"),
-    ("step_s", "step_seconds", "Time in steps, Python included"),
-    ("compute_s", "step_compute_seconds", "Time in native decode"),
-    ("sample_s", "step_sample_seconds", "Time in sampling"),
-    ("transfer_s", "kv_transfer_seconds", "Time of KV transfers to RAM and back"),
-    ("tokens", "decoded_tokens", "Tokens that went through the model"),
-    ("prefix_hits", "prefix_hits", "Requests that reused a cached prefix"),
-    ("prefix_tokens", "prefix_tokens", "Prompt tokens reused from the prefix cache"),
-    ("prefix_saves", "prefix_saves", "Prefixes stored in RAM"),
-    ("prefix_evictions", "prefix_evictions", "Prefixes evicted from RAM"),
-    ("disk_loads", "prefix_disk_loads", "Prefixes read from disk"),
-    ("disk_writes", "prefix_disk_writes", "Prefixes written to disk"),
-    ("disk_failures", "prefix_disk_failures", "Prefixes that could not be written to disk"),
-    ("slot_evictions", "slot_evictions", "Prefixes evicted from their slots"),
-    ("draft_gaps", "draft_gaps", "How often the MTP head lacked KV or a hidden row of a sequence"),
-    ("preemptions", "preemptions", "Requests preempted because KV was full"),
-    ("swap_ins", "swap_ins", "Preempted requests that went on from their saved state"),
-)
-_STEP_GAUGES = (
-    ("running", "running_requests", "Requests being computed"),
-    ("leases", "sequence_leases", "Slots in use"),
-    ("cells_used", "kv_cells_used", "KV cells in use"),
-    ("cells_cached", "kv_cells_cached", "KV cells that free slots keep"),
-    ("interrupted", "steps_interrupted", "Steps ended early since the engine started: their client left"),
-    ("integrity_failures", "integrity_failures", "Idle integrity checks that failed"),
-    ("prefix_bytes", "prefix_ram_bytes", "RAM of the prefix cache"),
-    ("disk_bytes", "prefix_disk_bytes", "Disk of the prefix cache, of all models"),
-    ("swapped_bytes", "swapped_ram_bytes", "RAM of preempted requests"),
-)
 
-# Fields of ReplicaStatus.
-_REPLICA_GAUGES = {
-    "ready": "1 when the replica computes",
-    "requests": "Requests of all gateways at the replica, running or waiting",
-    "slots": "Slots of the replica",
-    "cells": "KV cells of the replica",
-    "cells_used": "KV cells in use at the replica",
-    "generated": "Tokens that the replica has generated for this gateway since it joined",
-}
+
+# Metrics of fields, by the kind of metric.
+DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
+)
 
 
 class EngineMetrics:
@@ -117,8 +84,8 @@ class EngineMetrics:
         self._ngram_indexes = self.memory.labels("ngram_indexes")
         self.ready = gauge("ready", "1 when requests are computed")
         self._last = StepStats()
-        self._counters = [(field, counter(name, text)) for field, name, text in _STEP_COUNTERS]
-        self._gauges = [(field, gauge(name, text)) for field, name, text in _STEP_GAUGES]
+        self._counters = [(field, counter(*names)) for field, names in DECLARED["step_counters"].items()]
+        self._gauges = [(field, gauge(*names)) for field, names in DECLARED["step_gauges"].items()]
         self.registry.register(TenantMetrics(self))
         self.replicas = ReplicaCollector()
         self.registry.register(self.replicas)
@@ -262,7 +229,7 @@ class ReplicaCollector(Collector):
         moved = CounterMetricFamily("cllm_requests_moved", "Requests that went on at another replica")
         moved.add_metric([], report.moved)
         yield moved
-        for field, text in _REPLICA_GAUGES.items():
+        for field, text in DECLARED["replica_gauges"].items():
             family = GaugeMetricFamily(f"cllm_replica_{field}", text, labels=["replica"])
             for each in report.replicas:
                 family.add_metric([each.name], float(getattr(each, field)))

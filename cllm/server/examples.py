@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-MODEL = "SmolLM2-135M-Instruct"
 CREATED = 1767225600
 VECTOR = [0.118, -0.042, 0.307]
 
@@ -20,6 +19,7 @@ class Texts(msgspec.Struct, frozen=True):
     fields: dict[str, dict[str, list[Any]]]  # by struct ("" for any) and field: description, examples
     examples: dict[str, dict[str, Any]]  # of bodies, by struct
     values: dict[str, Any]  # in answers, by field, where that is their type; null: one that has a default
+    answers: dict[str, list[Any]]  # and the events of streams, by struct
     forms: dict[str, dict[str, Any]]  # schemas of bodies that are forms, by route
     errors: dict[str, dict[int, tuple[str, str, str]]]  # by route ("" for all): code, message, when
     security: dict[str, Any]
@@ -34,6 +34,11 @@ def find_example(body: type) -> dict[str, Any]:
     return next(
         (TEXTS.examples[each.__name__] for each in body.__mro__ if each.__name__ in TEXTS.examples), {}
     )
+
+
+def read_examples(*kinds: Any) -> list[Any]:
+    """The answers of these structs that are written down, such as the events of a stream."""
+    return [each for kind in kinds for each in msgspec.convert(TEXTS.answers[kind.__name__], list[kind])]
 
 
 def make_example(kind: Any, name: str = "") -> Any:

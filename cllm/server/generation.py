@@ -193,10 +193,9 @@ def _read_biases(value: Any) -> Any:
 @cache
 def get_sampling_bounds() -> dict[str, tuple[float, float]]:
     """The least and the largest value of each sampling parameter that has both."""
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    metas: dict[str, Meta] = {name: hint.__metadata__[0] for name, hint in hints.items()}
     bounds = {}
-    for name, meta in metas.items():
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        meta: Meta = getattr(hint, "__metadata__", (Meta(),))[0]
         least = meta.ge if meta.gt is None else meta.gt + 1e-6
         if least is not None and meta.le is not None:
             bounds[name] = (float(least), float(meta.le))

@@ -27,13 +27,8 @@ PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/ready", "/")  # the paths that never need a key, beside files of the page
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete", "/api/copy")
 CHANGES = ("POST", "DELETE")  # the methods that change something
-EXPOSED_HEADERS = (
-    "Retry-After",
-    "X-Queue-Position",
-    "X-Stream-Id",
-    "request-id",
-    "x-request-id",
-)  # that a page may read
+# That a page may read.
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "X-Stream-Id", "request-id", "x-request-id")
 UPLOADS, SOUNDS = "/v1/files", "/v1/audio/transcriptions"
 FORM_BYTES = 64 << 10  # of an upload, beside the file
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"

@@ -12,7 +12,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from cllm.text.call_parser import parse_object
 from cllm.text.chat_format import GENERIC, CallFormat, WrittenCall, dump_json, write_calls
@@ -376,66 +379,27 @@ def rewrite_messages(messages: list[Message], chosen: set[Rewrite]) -> list[Mess
 # Probes ---------------------------------------------------------------------------------------------
 
 
-def _call(number: int, arguments: Any = None, call_id: str = "") -> Message:
-    called = {"name": f"Zulu_f{number}", "arguments": arguments or {"city": f"Zulu_a{number}"}}
-    return {"id": call_id or f"call0000{number}", "type": "function", "function": called}
+class Probe(msgspec.Struct, frozen=True):
+    """Messages by name, and the words that their rendering must have; in this order, if `ordered`."""
 
-
-def _say(role: str, text: str = "", *calls: Message, **more: Any) -> Message:
-    return {"role": role, "content": text, **({"tool_calls": list(calls)} if calls else {}), **more}
-
-
-def _result(number: int, call_id: str = "") -> Message:
-    call_id = call_id or f"call0000{number}"
-    return _say("tool", f"Zulu_r{number}", tool_call_id=call_id, name=f"Zulu_f{number}")
-
-
-class Probe(NamedTuple):
-    """A conversation, and the words that its rendering must have; in this order, if `ordered`."""
-
-    rewrites: tuple[Rewrite, ...]
-    messages: list[Message]
+    rewrites: str
+    talk: str
     words: str
     ordered: bool = True
 
 
-_A, _B = _say("user", "Zulu_1"), _say("user", "Zulu_2")
-_ANSWER = _say("assistant", "Zulu_3")
-_SYSTEM, _LATER = _say("system", "Zulu_4"), _say("system", "Zulu_5")
-_CALLING = _say("assistant", "", _call(1))
-_CALLED = [_A, _CALLING, _result(1)]
-_TWICE = [_A, _say("assistant", "", _call(1), _call(2)), _result(1), _result(2)]
-_LONG = "call_0123456789"
-_LONG_ID = [_A, _say("assistant", "", _call(1, None, _LONG)), _result(1, _LONG)]
-_BROKEN = [_A, _say("assistant", "", _call(1, "Zulu_8 {")), _result(1)]
-_REASONING = dict.fromkeys(REASONING_FIELDS, "Zulu_6")
-_REASONED = [_A, _say("assistant", "Zulu_7", _call(1), **_REASONING), _result(1)]
-# Objects in the place of text: the template expects text there.
-_OBJECTS = ("{'city", "{'type", '{"type": "thinking')
-_PROBES = (
-    Probe((merge_roles,), [_A, _B], "Zulu_1 Zulu_2"),
-    Probe((merge_roles,), [_A, _ANSWER, _say("assistant", "Zulu_7"), _B], "Zulu_1 Zulu_3 Zulu_7 Zulu_2"),
-    Probe((merge_system,), [_SYSTEM, _A], "Zulu_4 Zulu_1"),
-    Probe((merge_later_system,), [_SYSTEM, _A, _ANSWER, _LATER, _B], "Zulu_4 Zulu_1 Zulu_3 Zulu_5 Zulu_2"),
-    Probe((merge_later_system,), [_SYSTEM, _LATER, _A], "Zulu_4 Zulu_5 Zulu_1"),
-    Probe((merge_later_system,), [_SYSTEM, _A, _LATER], "Zulu_4 Zulu_1 Zulu_5"),
-    Probe((user_first,), [_ANSWER, _A], "Zulu_3 Zulu_1"),
-    Probe((user_first,), [_SYSTEM], "Zulu_4"),
-    Probe((drop_empty_answers,), [_A, _say("assistant"), _B], "Zulu_1 Zulu_2"),
-    Probe((arguments_as_text,), _CALLED, "Zulu_f1 Zulu_a1"),
-    Probe((null_content,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    Probe((null_content, arguments_as_text), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    Probe((calls_as_text,), _CALLED, "Zulu_1 Zulu_f1 Zulu_a1 Zulu_r1"),
-    Probe((split_calls,), _TWICE, "Zulu_f1 Zulu_f2 Zulu_r1 Zulu_r2", ordered=False),
-    Probe((shorten_ids,), _LONG_ID, "Zulu_f1"),
-    Probe((arguments_as_object,), _BROKEN, "Zulu_8"),
-    Probe((merge_user_into_result,), [*_CALLED, _B], "Zulu_f1 Zulu_r1 Zulu_2"),
-    Probe((results_first,), [_A, _CALLING, _B, _result(1)], "Zulu_f1 Zulu_r1 Zulu_2", ordered=False),
-    Probe((stray_results_as_text,), [_A, _ANSWER, _result(1), _B], "Zulu_1 Zulu_3 Zulu_r1 Zulu_2"),
-    Probe((text_before_calls,), [_A, _say("assistant", "Zulu_7", _call(1)), _result(1)], "Zulu_f1 Zulu_r1"),
-    Probe((text_as_reasoning,), _REASONED, "Zulu_f1 Zulu_r1"),
-    Probe((reasoning_as_part,), _REASONED, "Zulu_6 Zulu_7 Zulu_f1"),
-)
+class Probes(msgspec.Struct, frozen=True):
+    """What `probes.toml` declares."""
+
+    plain: tuple[Probe, ...]
+    with_tools: tuple[Probe, ...]
+    messages: dict[str, Message]
+
+
+_PROBES = msgspec.toml.decode(Path(__file__).with_name("probes.toml").read_bytes(), type=Probes)
+_BY_NAME = {rewrite.__name__: rewrite for rewrite in REWRITES}
+_USER = [_PROBES.messages["user"]]
+_OBJECTS = ("{'city", "{'type", '{"type": "thinking')  # where the template expects text
 Render = Callable[[list[Message], Any], str | None]
 """Renders messages with a value of `tools`; None where the template refuses them."""
 
@@ -445,16 +409,14 @@ class TemplateRewrites:
 
     def __init__(self, render: Render) -> None:
         self.no_tools: list[Any] | None = None  # stands for no tools; some templates need a list
-        if render([_A], None) is None:
+        if render(_USER, None) is None:
             self.no_tools = []
-        self._needed = self._find(_PROBES, render, set())
-        # Some templates write the system's text only while the user speaks last: agents would lose it.
-        last = Probe((merge_system,), [_SYSTEM, *_CALLED], "Zulu_4 Zulu_f1")
-        self._with_tools = self._find((last,), render, self._needed)
+        self._needed = self._find(_PROBES.plain, render, set())
+        self._with_tools = self._find(_PROBES.with_tools, render, self._needed)
 
     def _find(self, probes: Iterable[Probe], render: Render, needed: set[Rewrite]) -> set[Rewrite]:
         for probe in probes:
-            more = needed.union(probe.rewrites)
+            more = needed | {_BY_NAME[name] for name in probe.rewrites.split()}
             if not self._passes(probe, render, needed) and self._passes(probe, render, more):
                 needed = more
         return needed
@@ -481,7 +443,8 @@ class TemplateRewrites:
                 yield shape
 
     def _passes(self, probe: Probe, render: Render, rewrites: set[Rewrite]) -> bool:
-        rendered = render(rewrite_messages(probe.messages, rewrites), self.no_tools)
+        messages = [_PROBES.messages[name] for name in probe.talk.split()]
+        rendered = render(rewrite_messages(messages, rewrites), self.no_tools)
         if rendered is None or any(written in rendered for written in _OBJECTS):
             return False
         places = [rendered.find(word) for word in probe.words.split()]

@@ -138,10 +138,7 @@ class Constraint:
     """Grammar state of one answer. With a `watch` it sleeps until a trigger was generated."""
 
     def __init__(
-        self,
-        grammar: CompiledGrammar,
-        tokenizer: LLTokenizer,
-        watch: TriggerWatch | None = None,
+        self, grammar: CompiledGrammar, tokenizer: LLTokenizer, watch: TriggerWatch | None = None
     ) -> None:
         self._grammar = grammar
         self._tokenizer = tokenizer
@@ -203,10 +200,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        cache_bytes: int = GRAMMAR_CACHE_BYTES,
-        guard: Guard = nullcontext,
+        self, vocabulary: Vocabulary, cache_bytes: int = GRAMMAR_CACHE_BYTES, guard: Guard = nullcontext
     ) -> None:
         """`guard` is entered on the thread that compiles, to end what no limit does."""
         self._vocabulary = vocabulary

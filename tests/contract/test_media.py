@@ -18,7 +18,15 @@ from cllm.config import EngineConfig
 from cllm.errors import InvalidRequest, ModelFileError
 from cllm.types import make_pseudo_ids
 from tests.driver.engine import StepDriver
-from tests.driver.media import compute, encode, make_picture, media_row, open_encoder, open_media_runner
+from tests.driver.media import (
+    compute,
+    encode,
+    encode_all,
+    make_picture,
+    media_row,
+    open_encoder,
+    open_media_runner,
+)
 from tests.driver.runner import GREEDY
 from tests.tiny_media import MediaModel
 
@@ -143,7 +151,7 @@ def test_the_encoder_takes_several_prompts_at_once(encoder: MediaEncoder) -> Non
     pictures = make_picture(1), make_picture(2), make_picture(1)
     alone = [encode(encoder, "Look at ", picture) for picture in pictures]
     prompts = [encoder.tokenize([PromptText("Look at "), picture]) for picture in pictures]
-    together = encoder.encode(prompts)
+    together = encode_all(encoder, *prompts)
     assert len(together) == 2, "the same picture is encoded once"
     for (prompt, rows), native in zip(alone, prompts, strict=True):
         assert prompt == native.prompt

@@ -17,7 +17,7 @@ from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.text.prompt import PromptParts
 from cllm.workers.executor import ProcessTokenizer
 from cllm.workers.supervisor import Backoff
-from tests.driver.media import make_file, make_picture, make_text, open_encoder
+from tests.driver.media import encode_all, make_file, make_picture, make_text, open_encoder
 from tests.driver.server import PATIENCE_S, find_workers, wait_for
 from tests.tiny_media import MediaModel
 
@@ -42,7 +42,7 @@ def test_parts_make_the_prompt_of_the_whole(files: MediaModel, worker: ProcessTo
         texts = [PromptText(text, parse_special=True) for text in ("Look at ", " and ", " now.")]
         parts: list[Part] = [texts[0], make_picture(1), texts[1], make_picture(2, 72), texts[2]]
         with encoder.tokenize(parts, add_special=False) as whole:
-            rows = encoder.encode([whole])
+            rows = encode_all(encoder, whole)
             vocabulary = encoder._model.vocabulary
             made = PromptParts({"[1]": found.prompts[0], "[2]": found.prompts[1]})
             for text in made.split("Look at [1] and [2] now."):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from cllm.backend.base import Batch, BatchKind, MediaRows, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
-from cllm.backend.llama.media import MediaEncoder, Part, Picture, PromptText, Rows
+from cllm.backend.llama.media import MediaEncoder, MediaPrompt, Part, Picture, PromptText, Rows
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
@@ -73,7 +73,17 @@ def encode(encoder: MediaEncoder, *parts: Part | str) -> tuple[Prompt, dict[str,
     with encoder.tokenize(
         [PromptText(part) if isinstance(part, str) else part for part in parts]
     ) as tokenized:
-        return tokenized.prompt, encoder.encode([tokenized])
+        return tokenized.prompt, encode_all(encoder, tokenized)
+
+
+def encode_all(encoder: MediaEncoder, *prompts: MediaPrompt) -> dict[str, Rows]:
+    """The rows of all media of these prompts, each once; several in one pass."""
+    waiting = {media: chunk for each in prompts for media, chunk in each.chunks.items()}
+    rows: dict[str, Rows] = {}
+    while waiting:
+        rows |= encoder.encode_batch(waiting)
+        waiting = {media: chunk for media, chunk in waiting.items() if media not in rows}
+    return rows
 
 
 def open_media_runner(

@@ -21,7 +21,15 @@ from cllm.errors import InvalidRequest, LibraryError
 from cllm.llm import LLM
 from cllm.workers.media import decode_picture
 from tests.driver.engine import StepDriver
-from tests.driver.media import make_file, make_sound, make_text, make_url, open_encoder, open_media_runner
+from tests.driver.media import (
+    encode_all,
+    make_file,
+    make_sound,
+    make_text,
+    make_url,
+    open_encoder,
+    open_media_runner,
+)
 from tests.driver.runner import GREEDY
 from tests.driver.same_text import EXACT
 from tests.driver.server import Server, StartServer, cllm, make_client, stream_text
@@ -86,7 +94,7 @@ def compute_alone(server: Server, files: MediaModel, question: Any, file: bytes)
         PromptText(after.partition("]")[2], parse_special=True),
     ]
     with open_encoder(files) as encoder, encoder.tokenize(parts) as tokenized:
-        prompt, rows = tokenized.prompt, encoder.encode([tokenized])
+        prompt, rows = tokenized.prompt, encode_all(encoder, tokenized)
     driver = StepDriver(open_media_runner(files))
     name = driver.add_media(prompt, rows, 12, sampling=GREEDY)
     text = driver.finish()[name].text

@@ -12,6 +12,7 @@ import math
 import mmap
 import re
 import struct
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,26 +27,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 MAX_LAYERS = 4096
 MAX_TYPE = 255  # of a tensor; unknown ones up to it are newer than the table
-# Read here, or by llama.cpp, which trusts the file.
-_SIZES = (
-    *("context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size"),
-    *("nextn_predict_layers", "full_attention_interval", "token_shift_count", "shortconv.l_cache"),
-    *("wkv.head_size", "kda.head_dim", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size"),
-    *("ssm.group_count", "pooling_type", "attention.head_count", "attention.head_count_kv"),
-    *("attention.recurrent_layers", "attention.shared_kv_layers", "attention.indexer.key_length"),
-    *(f"attention.key_length{kind}" for kind in ("", "_swa", "_mla")),
-    *(f"attention.value_length{kind}" for kind in ("", "_swa")),
-    *("attention.sliding_window", "attention.sliding_window_pattern"),
-)
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+_SIZES, _NO_MEMORY = TABLES["gguf"]["sizes"], TABLES["gguf"]["no_memory"]
 _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-
-
-# Encoders and diffusion models see all tokens at once and keep none.
-_NO_MEMORY = {
-    *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert"),
-    *("modern-bert", "gemma-embedding", "wavtokenizer-dec", "dream", "llada", "llada-moe", "rnd1"),
-}
 
 
 class TensorType(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -233,16 +233,6 @@ class MediaEncoder(Owned):
         return columns
 
     # Encoding --------------------------------------------------------------------------------------
-
-    def encode(self, prompts: Iterable[MediaPrompt]) -> dict[str, Rows]:
-        """The rows of all media of these prompts, each once; several in one pass."""
-        waiting = {media: chunk for each in prompts for media, chunk in each.chunks.items()}
-        rows: dict[str, Rows] = {}
-        while waiting:
-            rows |= self.encode_batch(waiting)
-            for media in rows.keys() & waiting.keys():
-                del waiting[media]
-        return rows
 
     def encode_batch(self, chunks: Mapping[Name, Any], threads: int = 0) -> dict[Name, Rows]:
         """Encode as many of the chunks as go together, at least one; with other `threads` from now on."""

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from cllm.backend.llama.fingerprint import library_digest, sample_digest
+from cllm.backend.llama.gguf import TABLES
 from cllm.backend.llama.kernels import choose_buffers
 from cllm.backend.llama.library import find, may_use_gpu, run_apart
 from cllm.backend.llama.memory import prepare
@@ -29,24 +30,6 @@ PROBE_LIMIT_S = 600.0
 PROBE_TOKENS = 4
 WRONG_SETTINGS = "configuration:"
 WITHOUT_GPU = "without the GPU (--gpu-layers 0)"
-# What ggml has kernels for, as the system names it, and as ggml does.
-_KERNELS = {
-    "avx": "AVX",
-    "avx2": "AVX2",
-    "avx_vnni": "AVX_VNNI",
-    "avx512f": "AVX512",
-    "avx512vbmi": "AVX512_VBMI",
-    "avx512_vnni": "AVX512_VNNI",
-    "avx512_bf16": "AVX512_BF16",
-    "amx_int8": "AMX_INT8",
-    "bmi2": "BMI2",
-    "f16c": "F16C",
-    "fma": "FMA",
-    "asimddp": "DOTPROD",
-    "asimdhp": "FP16_VA",
-    "i8mm": "MATMUL_INT8",
-    "sve": "SVE",
-}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -182,7 +165,7 @@ def loaded_variant(maps: Path = Path("/proc/self/maps")) -> str | None:
 def unused_features(features: Collection[str], system_info: str) -> list[str]:
     """The features of this CPU that ggml has kernels for and the library was not compiled for."""
     used = set(re.findall(r"\b(\w+) = ", system_info))
-    return [name for name, kernel in _KERNELS.items() if name in features and kernel not in used]
+    return [name for name, kernel in TABLES["kernels"].items() if name in features and kernel not in used]
 
 
 def _main() -> int:

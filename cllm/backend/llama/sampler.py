@@ -48,12 +48,7 @@ class LlamaSampler:
     """The sampler of one sequence. A greedy one needs no chain: then `chain` is None."""
 
     def __init__(
-        self,
-        api: Any,
-        params: SamplingParams,
-        chain: Owned | None,
-        excluded: Tokens,
-        context: int,
+        self, api: Any, params: SamplingParams, chain: Owned | None, excluded: Tokens, context: int
     ) -> None:
         self._api = api
         self.params = params

@@ -21,6 +21,7 @@ from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, Dialect, encode
 from cllm.server.dialects.openai.bodies import Stops
+from cllm.server.examples import read_examples
 from cllm.server.generation import GenerationBody
 from cllm.server.sse import EventStream, collect
 from cllm.server.submit import check_tokens, make_request, prepare, tokenize, use_engine
@@ -124,10 +125,7 @@ class ModelInfoResponse(ModelInfo, frozen=True, kw_only=True):
     limits: Limits
 
 
-_USAGE = Usage(prompt_tokens=4, completion_tokens=3)
-_EVENTS = encode(GenerateEvent(id="8f0c", token=" there")) + encode(
-    GenerateEndEvent(id="8f0c", generated_tokens=3, finish_reason=FinishReason.LENGTH, usage=_USAGE)
-)
+_EVENTS = b"".join(map(encode, read_examples(GenerateEvent, GenerateEndEvent)))
 
 
 async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:

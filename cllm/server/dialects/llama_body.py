@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +25,7 @@ from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 MAX_PROBS = 20
 MEDIA_MARKER = "<__media__>"
+_TABLES = tomllib.loads(Path(__file__).with_name("llama_server.toml").read_text(encoding="utf-8"))
 
 
 class PromptObject(msgspec.Struct, Body, kw_only=True):
@@ -243,35 +246,20 @@ class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
 def make_settings(request: Request, *, brief: bool = False) -> dict[str, Any]:
     """The settings of a request under llama-server's names. A `brief` answer leaves texts out."""
     sampling = request.sampling
-    own = msgspec.structs.asdict(sampling)
     names = {"penalty_last_n": "repeat_last_n", "repetition_penalty": "repeat_penalty"}
-    settings = {names.get(name, name): value for name, value in own.items()}
+    own = {names.get(name, name): value for name, value in msgspec.structs.asdict(sampling).items()}
+    adaptive = {name: own.pop(name) for name in ("adaptive_target", "adaptive_decay")}
+    settings = {**own, **_TABLES["settings"], **adaptive}
     settings |= {
         "seed": SEED_SPACE if sampling.seed is None else sampling.seed,
         "logit_bias": [{"bias": bias, "token": token} for token, bias in sampling.logit_bias],
         "stop": request.stop,
         "max_tokens": request.max_tokens,
         "n_predict": request.max_tokens,
-        "n_keep": 0,
-        "n_discard": 0,
-        "stream": False,
         "n_probs": request.logprobs,
-        "min_keep": 0,
         "grammar": request.constraint.source if request.constraint else "",
-        "grammar_lazy": False,
-        "grammar_triggers": [],
-        "preserved_tokens": [],
-        "chat_format": "Content-only",
-        "reasoning_format": "none",
-        "reasoning_in_content": False,
-        "generation_prompt": "",
         "samplers": [name for name in SAMPLER_NAMES if name != "adaptive_p" or sampling.adaptive_target >= 0],
         "speculative.types": "none" if not request.speculate else "ngram",
-        "timings_per_token": False,
-        "post_sampling_probs": False,
-        "backend_sampling": False,
-        **{name: settings.pop(name) for name in ("adaptive_target", "adaptive_decay")},  # in its order
-        "lora": [],
     }
     texts = ("stop", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "logit_bias")
     for name in (*texts, "dry_sequence_breakers") if brief else ():
@@ -386,16 +374,7 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_caps(template: str) -> dict[str, bool]:
     """Capabilities of a chat template, by the variables that it uses. cllm itself adds the others."""
-    used = {
-        "tools": "tools",
-        "tool_calls": "tool_calls",
-        "parallel_tool_calls": "tool_calls",
-        "object_arguments": "arguments | tojson",
-        "typed_content": "content[0]",
-        "preserve_reasoning": "preserve_reasoning",
-        "reasoning_effort": "reasoning_effort",
-    }
-    found = {f"supports_{name}": text in template for name, text in used.items()}
+    found = {f"supports_{name}": text in template for name, text in _TABLES["capabilities"].items()}
     return {**found, "supports_system_role": True, "supports_string_content": True}
 
 

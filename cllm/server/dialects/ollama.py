@@ -28,6 +28,7 @@ from cllm.server.dialect import NDJSON, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import RAW, check_embeds, embed, encode_entries, to_vector
+from cllm.server.examples import read_examples
 from cllm.server.middleware import check_operator
 from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
@@ -287,11 +288,10 @@ class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
     completed: int = 0
 
 
-_PULLED = (ProgressLine("pulling", "sha256:8f0c2d7e", 96862464, 1048576), ProgressLine("success"))
-PULL_LINES = b"".join(map(encode_line, (ProgressLine("pulling manifest"), *_PULLED)))
+_PULLED = read_examples(ProgressLine)
 
 
-@ollama.post("/api/pull", ProgressLine("success"), lines=PULL_LINES)
+@ollama.post("/api/pull", _PULLED[-1], lines=b"".join(map(encode_line, _PULLED)))
 async def pull(body: shapes.PullBody) -> ProgressLine | Response:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted."""
     text = shapes.strip_tag(body.model)

@@ -23,7 +23,7 @@ from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
 from cllm.server.dialects.openai.embeddings import InputText
 from cllm.server.dialects.openai.models import ModelDetails, make_details, make_model
-from cllm.server.examples import CREATED, MODEL, make_example
+from cllm.server.examples import CREATED, make_example, read_examples
 from cllm.server.generation import GenerationBody
 from cllm.text.call_parser import parse_object
 from cllm.text.prompt import Gap, RawText
@@ -351,25 +351,10 @@ class GenerateAnswer(AnswerPart, kw_only=True):
     thinking: str | UnsetType = UNSET
 
 
-_HEAD: dict[str, Any] = {"model": MODEL, "created_at": "2026-01-01T00:00:00Z"}
-_END: dict[str, Any] = {
-    "done": True,
-    "done_reason": "stop",
-    "total_duration": 40_000_000,
-    "load_duration": 100_000,
-    "prompt_eval_count": 4,
-    "prompt_eval_duration": 21_000_000,
-    "eval_count": 3,
-    "eval_duration": 18_000_000,
-}
-CHAT_EXAMPLE = ChatAnswer(**_HEAD, message=AnswerMessage(content="AI is …"), **_END)
-CHAT_LINES = encode_line(ChatAnswer(**_HEAD, message=AnswerMessage(content="AI"))) + encode_line(
-    ChatAnswer(**_HEAD, message=AnswerMessage(), **_END)
-)
-GENERATE_EXAMPLE = GenerateAnswer(**_HEAD, response="AI is …", **_END)
-GENERATE_LINES = encode_line(
-    GenerateAnswer(**_HEAD, response="AI", thinking="The user wants to know what AI is.")
-) + encode_line(GenerateAnswer(**_HEAD, response="", **_END))
+CHAT_EXAMPLE, *_CHAT_LINES = read_examples(ChatAnswer)
+CHAT_LINES = b"".join(map(encode_line, _CHAT_LINES))
+GENERATE_EXAMPLE, *_GENERATE_LINES = read_examples(GenerateAnswer)
+GENERATE_LINES = b"".join(map(encode_line, _GENERATE_LINES))
 
 
 class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import main, serve
+from cllm.cli.options import SETTINGS
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import InvalidRequest, SetupError
 from cllm.fields import parse_fields
@@ -56,6 +57,7 @@ def test_help_is_grouped_and_fits_the_terminal() -> None:
 def test_help_all_shows_every_flag_whole(columns: int) -> None:
     words = set(help_text("serve", "--help-all", columns=columns).split())
     assert flags(EngineConfig, ServerConfig) <= words
+    assert SETTINGS.keys() == {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
     assert {"--no-flash-attention", "--no-share-prefixes-across-tenants"} <= words
 
 

@@ -16,6 +16,7 @@ from cllm.server.app import create_app
 from cllm.server.body import Body
 from cllm.server.dialects import DIALECTS
 from cllm.server.examples import TEXTS
+from cllm.types import SamplingParams
 from tests.driver.fake_runner import FakeRunner
 from tests.driver.thread_engine import ThreadExecutor
 
@@ -129,7 +130,7 @@ def test_the_example_of_an_answer_fits_its_schema(method: str, path: str, route:
 
 
 def test_the_texts_are_of_fields_and_routes_that_there_are() -> None:
-    todo, known = [Body], {}
+    todo, known = [Body, SamplingParams], {}
     while todo:
         todo += (kind := todo.pop()).__subclasses__()
         known[kind.__name__] = set(vars(kind).get("__annotations__", ()))

@@ -15,7 +15,6 @@ from cllm.types import SEED_SPACE, SamplingParams
 PARAMETERS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
 FIELDS = {field.name: field for field in msgspec.structs.fields(GenerationBody)}
 HINTS = get_type_hints(SamplingParams, include_extras=True)
-FIELD_HINTS = get_type_hints(GenerationBody, include_extras=True)
 DIFFERENT = {"top_k", "seed", "logit_bias", "dry_sequence_breakers"}  # see GenerationBody
 
 
@@ -36,7 +35,7 @@ def test_every_parameter_is_a_field_with_a_description(name: str) -> None:
         assert TEXTS.fields["GenerationBody"][name]
     else:
         assert FIELDS[name].default == PARAMETERS[name].default
-        assert FIELD_HINTS[name].__metadata__[0].description == HINTS[name].__metadata__[0].description
+        assert TEXTS.fields["SamplingParams"][name]
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS.keys() - DIFFERENT - {"ignore_eos"}))

@@ -25,6 +25,7 @@ from cllm.server.dialect import DONE, Dialect, encode
 from cllm.server.dialects.llama_server import add_progress, llama_server, make_verbose
 from cllm.server.dialects.openai import completions, openai
 from cllm.server.dialects.openai.bodies import ChatBody
+from cllm.server.examples import read_examples
 from cllm.server.middleware import SOUNDS
 from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import make_request, use_engine
@@ -161,12 +162,7 @@ class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
-_HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}
-_CHUNKS = (
-    ChunkChoice(0, ChunkDelta(role="assistant", content="AI")),
-    ChunkChoice(0, ChunkDelta(), None, "stop"),
-)
-EXAMPLE_EVENTS = b"".join(encode(ChatCompletionChunk(**_HEAD, choices=[each])) for each in _CHUNKS) + DONE
+EXAMPLE_EVENTS = b"".join(map(encode, read_examples(ChatCompletionChunk))) + DONE
 
 
 class ChatCompletionRenderer:

@@ -25,7 +25,7 @@ from cllm.server.body import TokenId, TokenLimit
 from cllm.server.dialect import COMMENT, DONE, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
-from cllm.server.examples import CREATED, MODEL
+from cllm.server.examples import read_examples
 from cllm.server.sse import EventStream, collect, render
 from cllm.server.submit import check_tokens, make_request, prepare, use_engine
 from cllm.server.timings import TimedResponse, get_timings
@@ -139,11 +139,6 @@ class CompletionResponse(TimedResponse, frozen=True, kw_only=True):
     usage: CompletionUsage | UnsetType = UNSET
 
 
-_CHUNK = CompletionResponse(
-    id="cmpl-1", created=CREATED, model=MODEL, choices=[CompletionChoice(0, " there")]
-)
-
-
 def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:
     """The usage of all choices together; a prompt counts once, however many answers it got."""
     ended = [usage for usage in usages if usage is not None]
@@ -208,7 +203,7 @@ def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLog
     return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
 
 
-@openai.post("/v1/completions", events=encode(_CHUNK) + DONE, computes=True)
+@openai.post("/v1/completions", events=encode(*read_examples(CompletionResponse)) + DONE, computes=True)
 async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResponse | Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
