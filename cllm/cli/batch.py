@@ -51,7 +51,8 @@ def batch_command(
     config = EngineConfig(model=model, parallel=parallel, threads=threads, offline=offline)
     try:
         with out.open("ab") as output:
-            counts = asyncio.run(_run(file, left, output, len(lines), url, config, parallel, local=local))
+            opened = _open_client(url, config, parallel, local=local)
+            counts = asyncio.run(_run(file, left, output, len(lines), opened, model))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     except KeyboardInterrupt:
@@ -139,18 +140,15 @@ async def _run(
     left: list[tuple[BatchLine, str]],
     output: BinaryIO,
     total: int,
-    url: str,
-    config: EngineConfig,
-    parallel: int,
-    *,
-    local: bool,
+    opened: contextlib.AbstractAsyncContextManager[tuple[httpx.AsyncClient, int]],
+    model: str,
 ) -> Counter[str]:
     """Answer the lines that are left; returns how many failed, and how many are missing."""
     counts, waiting = Counter[str](), iter(left)
     columns = (BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[rate]}"))
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as shown:
-        async with _open_client(url, config, parallel, local=local) as (client, count):
+        async with opened as (client, count):
             task = shown.add_task("", total=total, completed=total - len(left), rate="")
 
             async def work() -> None:
@@ -158,7 +156,7 @@ async def _run(
                     for line, _ in waiting:
                         request = read_request(file, line)
                         body = json.loads(bytes(request.body))
-                        answer = await _ask(client, request.url, body, config.model)
+                        answer = await _ask(client, request.url, body, model)
                         if _may_pass(answer):
                             counts["missing"] += 1
                             continue

@@ -242,10 +242,12 @@ class BatchRunner:
         if status in (429, 503) or 0 < work.attempts[line.number] < MAX_ATTEMPTS:
             raise Retry
         answer = make_answer(request.custom_id, status, body)
-        state, tokens = FAILED, 0
+        state, usage = FAILED, dict[str, int]()
         if status == 200:
-            state, tokens = DONE, msgspec.json.decode(body)["usage"]["total_tokens"]
-        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state, tokens)
+            state, usage = DONE, msgspec.json.decode(body)["usage"]
+        prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
+        counts = (state, prompt, usage.get("total_tokens", 0))
+        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, *counts)
 
     def _read(self, batch: BatchObject, line: BatchLine) -> RequestLine:
         with self._store.get_path(batch.input_file_id).open("rb") as file:
