@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -16,16 +17,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
 from cllm.cli.chat import MODEL, THREADS
-from cllm.cli.client import READ_S, ServerClient, Url
+from cllm.cli.client import READ_S, ServerClient, Url, check_answer
 from cllm.config import EngineConfig, ServerConfig
-from cllm.errors import ConfigError, ServerUnreachable
+from cllm.errors import CllmError, ConfigError, PoisonRequest, ServerUnreachable
 from cllm.process import configure_logging
 from cllm.server.batches import ENDPOINTS, make_answer, read_lines, read_request
 from cllm.server.generation import MAX_PRIORITY
 from cllm.server.job_store import BatchLine
 
 AT_ONCE = 8  # requests to a server that does not tell its slots
-MAX_ATTEMPTS = 10  # at a line, where the server is gone or has no room
+MAX_ATTEMPTS = 10  # at a line, where the server is gone, fails or has no room
+REFUSED, FAILED = (401, 403), (429, 500, 502, 503, 504)  # of a key, by the server's fault
 MAX_LINE = ServerConfig().max_body_bytes
 
 
@@ -49,13 +51,19 @@ def batch_command(
     config = EngineConfig(model=model, parallel=parallel, threads=threads, offline=offline)
     try:
         with out.open("ab") as output:
-            failed = asyncio.run(_run(file, left, output, len(lines), url, config, parallel, local=local))
+            opened = _open_client(url, config, parallel, local=local)
+            counts = asyncio.run(_run(file, left, output, len(lines), opened, model))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     except KeyboardInterrupt:
         typer.echo("cllm: stopped; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"{len(lines)} answers in {out}, {len(done)} of them from before, {failed} errors", err=True)
+    missing = counts["missing"]
+    again = f"; {missing} lines have no answer: the same command asks them again" if missing else ""
+    before = f"{len(lines) - missing} answers in {out}, {len(done)} of them from before"
+    typer.echo(f"{before}, {counts['failed']} errors{again}", err=True)
+    if counts.total():
+        raise typer.Exit(1)
 
 
 def _read_input(path: Path) -> list[tuple[BatchLine, str]]:
@@ -97,14 +105,16 @@ def read_output(path: Path) -> set[str]:
 async def _open_client(
     url: str, config: EngineConfig, parallel: int, *, local: bool
 ) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """A client of the server that runs, else of an application in this process; and requests at a time."""
+    """A client of the server that runs, else of an application in this process; and requests at a time.
+
+    A slot of a server is left to live requests. Raises CllmError if none answers, or it refuses the key.
+    """
     options: dict[str, Any] = {"timeout": httpx.Timeout(READ_S), "trust_env": False}
     with ServerClient(url) as server:
         if not local and (url or await asyncio.to_thread(server.is_running)):
+            count = parallel or await asyncio.to_thread(_count_slots, server) - 1
             async with httpx.AsyncClient(base_url=server.url, headers=server.headers, **options) as client:
-                answer = await client.get("/props")
-                slots = answer.json().get("total_slots", AT_ONCE) if answer.is_success else AT_ONCE
-                yield client, parallel or slots
+                yield client, max(1, count)
             return
     from cllm.llm import AsyncLLM  # numpy and the rest come along
     from cllm.server.app import create_app
@@ -117,52 +127,72 @@ async def _open_client(
             yield client, parallel or llm.limits.max_running + 2
 
 
+def _count_slots(server: ServerClient) -> int:
+    """Raises CllmError if no server answers, or it refuses the key."""
+    server.request("/v1/models")
+    with contextlib.suppress(CllmError):  # a server of another kind
+        return int(server.request("/props").get("total_slots", AT_ONCE))
+    return AT_ONCE
+
+
 async def _run(
     path: Path,
     left: list[tuple[BatchLine, str]],
     output: BinaryIO,
     total: int,
-    url: str,
-    config: EngineConfig,
-    parallel: int,
-    *,
-    local: bool,
-) -> int:
-    """Answer the lines that are left; returns the number of errors."""
-    failed, waiting = 0, iter(left)
+    opened: contextlib.AbstractAsyncContextManager[tuple[httpx.AsyncClient, int]],
+    model: str,
+) -> Counter[str]:
+    """Answer the lines that are left; returns how many failed, and how many are missing."""
+    counts, waiting = Counter[str](), iter(left)
     columns = (BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[rate]}"))
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as shown:
-        async with _open_client(url, config, parallel, local=local) as (client, count):
+        async with opened as (client, count):
             task = shown.add_task("", total=total, completed=total - len(left), rate="")
 
             async def work() -> None:
-                nonlocal failed
                 with path.open("rb") as file:
                     for line, _ in waiting:
                         request = read_request(file, line)
                         body = json.loads(bytes(request.body))
-                        answer = await _ask(client, request.url, body, config.model)
+                        answer = await _ask(client, request.url, body, model)
+                        if _may_pass(answer):
+                            counts["missing"] += 1
+                            continue
                         made = make_answer(request.custom_id, answer.status_code, answer.content)
                         output.write(made + b"\n")
                         output.flush()
-                        failed += not answer.is_success
+                        counts["failed"] += not answer.is_success
                         shown.advance(task)
                         shown.update(task, rate=f"{shown.tasks[0].speed or 0:.1f} lines/s")
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(count, len(left))):
-                    group.create_task(work())
-    return failed
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(count, len(left))):
+                        group.create_task(work())
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+    return counts
+
+
+def _may_pass(answer: httpx.Response) -> bool:
+    """True for a failure of the server that another attempt may not have."""
+    return answer.status_code in FAILED and PoisonRequest.code.encode() not in answer.content
 
 
 async def _ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], model: str) -> httpx.Response:
-    """The answer to a request, which goes behind those of others. Raises ServerUnreachable."""
+    """The answer to a request, which goes behind those of others.
+
+    Raises ServerUnreachable, CllmError for a key that is refused.
+    """
     body = {**body, "priority": -MAX_PRIORITY} if "embeddings" not in url else body
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             answer = await client.post(url, json={**body, "model": model} if model else body)
-            if answer.status_code not in (429, 503) or attempt == MAX_ATTEMPTS:
+            if answer.status_code in REFUSED:
+                check_answer(answer)
+            if not _may_pass(answer) or attempt == MAX_ATTEMPTS:
                 return answer
             await asyncio.sleep(min(60.0, float(answer.headers.get("retry-after", 1))))
         except httpx.TransportError:

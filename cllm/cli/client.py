@@ -93,7 +93,7 @@ class ServerClient:
         """GET, or POST a body; returns the answer's JSON."""
         with self._reporting():
             answer = self._client.request("GET" if body is None else "POST", path, json=body)
-            _check(answer)
+            check_answer(answer)
             return answer.json()
 
     def models(self) -> list[ServerModel]:
@@ -154,7 +154,7 @@ class ServerClient:
     def _read_fields(self, request: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """The fields `id` and `data` of a response's events."""
         with self._client.stream(**request) as answer:
-            _check(answer)
+            check_answer(answer)
             for line in answer.iter_lines():
                 name, _, value = line.partition(":")
                 if name in ("id", "data"):
@@ -174,7 +174,7 @@ class ServerClient:
             raise ServerUnreachable(f"what answers at {self.url} is no cllm server") from None
 
 
-def _check(answer: httpx.Response) -> None:
+def check_answer(answer: httpx.Response) -> None:
     """Raises the error that the server answered with."""
     if answer.is_error:
         answer.read()  # that of a stream, too

@@ -281,7 +281,7 @@ class EngineRegistry:
             raise errors.EngineNotReady("the model is stopped")
         started = time.monotonic()
         try:
-            prepared = await model.prepare(self._rooms(model))
+            prepared = await model.prepare(self.list_rooms(model))
             if not await self._make_room(model, prepared.memory):
                 return
         except errors.NotEnoughMemory as error:
@@ -296,7 +296,7 @@ class EngineRegistry:
         found = [each for each in self.served if each is not model and each.loaded and not each.config.keep]
         return sorted(found, key=lambda each: (not each.quiet, each.used_at))
 
-    def _rooms(self, model: ServedModel) -> list[Memory]:
+    def list_rooms(self, model: ServedModel) -> list[Memory]:
         """Memory left for a model: beside all that are loaded, then with more and more of them unloaded."""
         used = _add(each.memory for each in self.served if each is not model)
         rooms: list[Memory] = []
@@ -305,7 +305,7 @@ class EngineRegistry:
             rooms.append({device: max(0, size - used[device]) for device, size in self.limit.items()})
         return rooms if self.limit else []
 
-    def _in_the_way(self, model: ServedModel, needed: Memory) -> list[ServedModel]:
+    def find_in_the_way(self, model: ServedModel, needed: Memory) -> list[ServedModel]:
         """The models that must be unloaded before this one fits. Raises ModelDoesNotFit."""
         used = _add(each.memory for each in self.served if each is not model)
         chosen: list[ServedModel] = []
@@ -335,7 +335,7 @@ class EngineRegistry:
         """
         began, closed_s = time.monotonic(), CLOSED_S * 2**model.turns
         try:
-            while chosen := self._in_the_way(model, needed):
+            while chosen := self.find_in_the_way(model, needed):
                 if not model.waiters:
                     model.turns = 0
                     return False

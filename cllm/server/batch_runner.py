@@ -2,7 +2,8 @@
 
 A line is an HTTP request without a connection: its route reads the body and answers. It has the lowest
 priority. While a live request is in an engine, no line starts; lines that run go on, unless a live request
-needs their slot. Then the youngest are given back, and run again later.
+needs their slot. Then the youngest are given back, and run again later. Lines unload no model that is in use,
+and leave one where live requests wait for another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.025  # between two looks at the queue while lines run
 IDLE_S = 1.0  # while none runs
 RETRY_S = 1.0  # after a refusal for want of capacity, or a failure of the store
+TURN_S = 60.0  # without a request, then a model is unloaded for lines of another
 STARVED_S = 60.0  # without a line that started: then one does, however busy the server is
 MAX_ATTEMPTS = 3  # at a line that fails by the server's fault
 FETCHED = 64  # lines that are read at a time
@@ -145,10 +147,12 @@ class BatchRunner:
             self._find_model(line) for work in self._works.values() for line in work.running.values()
         }:
             lines, live, slots = self._count_requests(model)
-            if live:
+            tasks = self._list_tasks(model)[::-1]
+            if await self._has_turn(model):
                 # Live requests need the slots of the youngest lines.
-                for task in self._list_tasks(model)[::-1][: max(0, live + lines - slots)]:
-                    task.cancel()
+                tasks = tasks[: max(0, live + lines - slots)] if live else []
+            for task in tasks:
+                task.cancel()
         if time.monotonic() >= self._paused_until:
             await self._start_lines()
 
@@ -190,6 +194,24 @@ class BatchRunner:
         limit = int(starved) if live else slots + SURPLUS
         return max(len(self._list_tasks(model)), lines) < limit
 
+    async def _has_turn(self, model: ServedModel) -> bool:
+        """True if lines of a model are in the way of no live request for another that is not loaded."""
+        registry = self._registry
+        others = [each for each in registry.served if each is not model]
+        if any(len(each.waiters) > len(self._list_tasks(each)) for each in others):
+            return False
+        if model.open or not (registry.limit and model.can_load):
+            return True
+        if any(each.loading is not None for each in others):
+            return False
+        try:
+            needed = (await model.prepare(registry.list_rooms(model))).memory
+            chosen = registry.find_in_the_way(model, needed)
+        except CllmError:
+            return True  # its route says why
+        now = time.monotonic()
+        return all(each.idle and now - each.used_at >= TURN_S for each in chosen)
+
     async def _start_lines(self) -> None:
         while True:
             busy: Counter[str] = Counter()
@@ -197,7 +219,8 @@ class BatchRunner:
                 busy[work.stored.tenant] += len(work.running)
             for work in sorted(self._works.values(), key=lambda each: busy[each.stored.tenant]):
                 line = await work.see_next(self._store)
-                if line is not None and self._has_room(self._find_model(line)):
+                model = self._find_model(line) if line is not None else None
+                if line and model and self._has_room(model) and await self._has_turn(model):
                     work.lines.popleft()
                     work.running[asyncio.ensure_future(self._run_line(work, line))] = line
                     self._started_at = time.monotonic()
@@ -219,10 +242,12 @@ class BatchRunner:
         if status in (429, 503) or 0 < work.attempts[line.number] < MAX_ATTEMPTS:
             raise Retry
         answer = make_answer(request.custom_id, status, body)
-        state, tokens = FAILED, 0
+        state, usage = FAILED, dict[str, int]()
         if status == 200:
-            state, tokens = DONE, msgspec.json.decode(body)["usage"]["total_tokens"]
-        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, state, tokens)
+            state, usage = DONE, msgspec.json.decode(body)["usage"]
+        prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
+        counts = (state, prompt, usage.get("total_tokens", 0))
+        await self._store.run(JobDatabase.add_answer, work.stored.id, line.number, answer, *counts)
 
     def _read(self, batch: BatchObject, line: BatchLine) -> RequestLine:
         with self._store.get_path(batch.input_file_id).open("rb") as file:

@@ -72,7 +72,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: LineCounts = LineCounts(0, 0, 0)
-    usage: LineTokens = LineTokens(0)
+    usage: LineTokens = LineTokens()
     metadata: dict[str, str] = {}
 
     def enter(self, status: str) -> None:

@@ -77,7 +77,9 @@ class LineCounts(msgspec.Struct, frozen=True):
 class LineTokens(msgspec.Struct, frozen=True):
     """Tokens of a batch, of prompts and answers."""
 
-    total_tokens: int
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
 
 
 def find_folder(config: ServerConfig) -> Path | None:
@@ -105,8 +107,8 @@ class JobDatabase:
     """The tables and files. Its methods run on the store's thread: `await store.run(JobDatabase.get, …)`.
 
     Every read names its tenant; what is another's is not found. A tenant holds at most its part of
-    `max_bytes`. A new file or batch beyond that is refused; a new response drops those of its tenant that
-    were not used for longest. Answers of accepted batches are always taken.
+    `max_bytes`. For what is new, responses of its tenant that were not used for longest make room, and it is
+    refused where that does not suffice. Answers of accepted batches are always taken.
     """
 
     def __init__(self, folder: Path, max_bytes: int, shares: Callable[[], int]) -> None:
@@ -127,6 +129,8 @@ class JobDatabase:
             for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                 self.sql.execute(f"PRAGMA {setting}")
             self.sql.executescript(_SCHEMA)
+            with contextlib.suppress(sqlite3.OperationalError):  # a folder of an earlier version
+                self.sql.execute("ALTER TABLE lines ADD COLUMN input INTEGER NOT NULL DEFAULT 0")
             self._read_sizes()
         except BaseException:
             self.sql.close()
@@ -179,9 +183,9 @@ class JobDatabase:
         return self._max_bytes // max(1, self._shares())
 
     def check(self, size: int, tenant: str) -> None:
-        """Raise StorageFailed if there is no room for a new job of `size` bytes."""
-        if (held := self.sizes[tenant]) + size > self._limit:
-            used = f"{held} of {self._limit} bytes are in use (--job-store-mb)"
+        """Make room for a new job of `size` bytes. Raises StorageFailed if there is none."""
+        if not self._make_room(size, tenant):
+            used = f"{self.sizes[tenant]} of {self._limit} bytes are in use (--job-store-mb)"
             raise StorageFailed(f"{size} bytes do not fit: {used}; delete files or batches")
         if size > shutil.disk_usage(self.files).free - RESERVED_DISK:
             raise StorageFailed(f"{size} bytes do not fit on the disk: free some, then try again")
@@ -277,16 +281,22 @@ class JobDatabase:
     def put_response(self, new: StoredObject) -> None:
         """Keep a response; older ones of its tenant make room. Raises StorageFailed if there is none."""
         size = len(new.record) + len(new.more)
+        if not self._make_room(size, new.tenant, new.id):
+            log.warning("a response was not stored: there is no room for it (--job-store-mb)")
+            raise StorageFailed("the response does not fit (--job-store-mb); delete files or batches")
+        self._insert("response", new, size)
+
+    def _make_room(self, size: int, tenant: str, kept: str = "") -> bool:
+        """Remove responses of a tenant, those not used for longest first; False if `size` does not fit."""
         query = (
             "SELECT id FROM objects WHERE tenant = ? AND kind = 'response' AND NOT active AND id != ? "
             "ORDER BY used, created LIMIT 1"
         )
-        while self.sizes[new.tenant] + size > self._limit:
-            if (oldest := self.sql.execute(query, (new.tenant, new.id)).fetchone()) is None:
-                log.warning("a response was not stored: there is no room for it (--job-store-mb)")
-                raise StorageFailed("the response does not fit (--job-store-mb); delete files or batches")
+        while self.sizes[tenant] + size > self._limit:
+            if (oldest := self.sql.execute(query, (tenant, kept)).fetchone()) is None:
+                return False
             self._remove(oldest)
-        self._insert("response", new, size)
+        return True
 
     def get_chain(self, tenant: str, response_id: str) -> list[StoredObject]:
         """A response and all it continues, the oldest first. Using it counts for all of them. NotFound.
@@ -314,13 +324,13 @@ class JobDatabase:
     # Lines of batches --------------------------------------------------------------------------------
 
     def count_lines(self, batch: str) -> tuple[LineCounts, LineTokens]:
-        query = "SELECT state, count(*), sum(tokens) FROM lines WHERE batch = ? GROUP BY state"
+        query = "SELECT state, count(*), sum(input), sum(tokens) FROM lines WHERE batch = ? GROUP BY state"
         counts: Counter[int] = Counter()
-        tokens = 0
-        for state, count, used in self.sql.execute(query, (batch,)):
-            counts[state] = count
-            tokens += used
-        return LineCounts(counts.total(), counts[DONE], counts[FAILED]), LineTokens(tokens)
+        prompts = total = 0
+        for state, count, read, used in self.sql.execute(query, (batch,)):
+            counts[state], prompts, total = count, prompts + read, total + used
+        tokens = LineTokens(prompts, total - prompts, total)
+        return LineCounts(counts.total(), counts[DONE], counts[FAILED]), tokens
 
     def next_lines(self, batch: str, last: BatchLine | None, count: int) -> list[BatchLine]:
         """Lines without an answer that follow `last`, in the order of their openings."""
@@ -332,10 +342,14 @@ class JobDatabase:
         rows = self.sql.execute(query, (batch, PENDING, *after, count))
         return [BatchLine(*row) for row in rows]
 
-    def add_answer(self, batch: str, number: int, answer: bytes, state: int = DONE, tokens: int = 0) -> None:
-        """Keep the answer to a line and its state. A line is answered once."""
-        query = "UPDATE lines SET state = ?, tokens = ? WHERE batch = ? AND number = ? AND state = ?"
-        if self.sql.execute(query, (state, tokens, batch, number, PENDING)).rowcount:
+    def add_answer(
+        self, batch: str, number: int, answer: bytes, state: int = DONE, prompt: int = 0, tokens: int = 0
+    ) -> None:
+        """Keep the answer to a line, its state and its tokens, in all and of the prompt. Once a line."""
+        query = (
+            "UPDATE lines SET state = ?, input = ?, tokens = ? WHERE batch = ? AND number = ? AND state = ?"
+        )
+        if self.sql.execute(query, (state, prompt, tokens, batch, number, PENDING)).rowcount:
             self.sql.execute("INSERT INTO answers VALUES (?, ?, ?)", (batch, number, answer))
             query = "UPDATE objects SET size = size + ? WHERE id = ? RETURNING tenant"
             for (tenant,) in self.sql.execute(query, (len(answer), batch)).fetchall():

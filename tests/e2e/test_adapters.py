@@ -113,7 +113,12 @@ def test_models_lists_adapters_with_their_parent(server: Server) -> None:
         ("base:red", "base"),
         ("base:blue", "base"),
     ]
-    assert server.get("/v1/models/base:red")["id"] == "base:red"
+    one = server.get("/v1/models/base:red")
+    assert (one["id"], one["parent"]) == ("base:red", "base") and "parent" not in server.get(
+        "/v1/models/base"
+    )
+    names = [model["name"] for model in server.get("/api/tags")["models"]]
+    assert names == ["base:latest", "base:red", "base:blue"]
 
 
 def test_lora_chooses_by_id_and_scale(server: Server) -> None:

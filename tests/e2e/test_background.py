@@ -122,6 +122,24 @@ def test_a_conversation_is_continued(client: openai.OpenAI) -> None:
         client.responses.create(input="Hi", conversation="conv_1", **SHORT)
 
 
+def test_a_conversation_is_created_and_deleted(client: openai.OpenAI) -> None:
+    said: Any = [{"role": "user", "content": "My name is Ann."}]
+    created = client.conversations.create(items=said, metadata={"a": "b"})
+    assert client.conversations.retrieve(created.id) == created and created.metadata == {"a": "b"}
+    counts = []
+    for store in (False, True, True):
+        answer = client.responses.create(input="Who?", conversation=created.id, store=store, **SHORT)
+        assert answer.usage is not None
+        counts.append(answer.usage.input_tokens)
+    plain = client.responses.create(input="Who?", conversation=UNNAMED, store=False, **SHORT)
+    assert plain.conversation is None and plain.usage is not None
+    assert plain.usage.input_tokens < counts[0] == counts[1] < counts[2], "store false adds nothing"
+    assert client.conversations.delete(created.id).deleted
+    for call in (client.conversations.retrieve, client.conversations.delete):
+        with pytest.raises(openai.NotFoundError, match="no conversation"):
+            call(created.id)
+
+
 def test_a_killed_server_leaves_its_background_responses_to_the_next(
     start: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from cllm.cli import batch
+from cllm.errors import Unauthorized
 from cllm.llm import LLM
-from tests.driver.server import Server, cllm
+from tests.driver.server import Server, StartServer, cllm
 
 
 def write(path: Path, count: int) -> Path:
@@ -52,6 +55,45 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "\n{}")
     done = cllm("batch", str(file), "--out", str(tmp_path / "out.jsonl"), "--local")
     assert done.returncode == 2 and "line 3: custom_id" in done.stderr
+
+
+def test_a_refused_key_or_a_dead_server_writes_no_answer(
+    start: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    file, out = write(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    file.write_text(file.read_text().replace('"max_tokens": 4', '"max_tokens": "wrong"', 1))
+    server = start(str(tiny_model), "--api-key", "one")
+    command = ("batch", str(file), "--out", str(out), "--url", server.url)
+    refused = cllm(*command, CLLM_API_KEY="two")
+    assert refused.returncode == 2 and "key" in refused.stderr and not out.read_bytes(), refused.stderr
+    done = cllm(*command, CLLM_API_KEY="one")
+    assert done.returncode == 1 and "3 answers" in done.stderr and "1 errors" in done.stderr, done.stderr
+    server.stop()
+    out.unlink()
+    dead = cllm(*command)
+    assert dead.returncode == 2 and dead.stderr.startswith("cllm: no server answers"), dead.stderr
+    assert not out.read_bytes()
+
+
+async def test_a_failure_of_the_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(_: float) -> None: ...
+
+    async def ask(*answers: tuple[int, str]) -> httpx.Response:
+        left = iter(answers)
+
+        def answer(_: httpx.Request) -> httpx.Response:
+            status, code = next(left)
+            return httpx.Response(status, json={"error": {"code": code, "message": "no"}})
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://any") as client:
+            return await batch._ask(client, "/v1/completions", {}, "")
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    assert (await ask((500, "engine_died"), (429, "queue_full"), (504, ""), (200, ""))).status_code == 200
+    assert batch._may_pass(await ask(*[(503, "engine_not_ready")] * batch.MAX_ATTEMPTS))
+    assert (await ask((500, "poison_request"))).status_code == 500, "it would end the engine again"
+    with pytest.raises(Unauthorized, match="no"):
+        await ask((401, "invalid_api_key"))
 
 
 def test_map_holds_a_few_prompts_and_keeps_their_order(tiny_model: Path) -> None:

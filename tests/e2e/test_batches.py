@@ -83,7 +83,9 @@ def test_a_batch_answers_as_its_route_does(client: openai.OpenAI) -> None:
 def test_every_endpoint_runs_in_a_batch(client: openai.OpenAI, url: str, body: dict[str, Any]) -> None:
     batch = wait(client, create(client, upload(client, make_line(1, url, **body)), url))
     (answer,) = read(client, batch.output_file_id).values()
-    assert answer["response"]["body"]["usage"]["total_tokens"] > 0
+    used = batch.usage
+    assert used is not None and used.total_tokens == answer["response"]["body"]["usage"]["total_tokens"]
+    assert 0 < used.input_tokens == used.total_tokens - used.output_tokens
 
 
 def test_a_request_that_is_refused_is_in_the_error_file(client: openai.OpenAI) -> None:
@@ -127,7 +129,7 @@ def test_a_cancelled_batch_keeps_its_answers(client: openai.OpenAI, tiny: Server
 
 def test_what_is_wrong_with_an_upload_is_named(tiny: Server) -> None:
     with httpx.Client(base_url=tiny.url, trust_env=False) as client:
-        form = {"purpose": "batch"}
+        form = {"purpose": "user_data"}
         assert "file: this field" in client.post("/v1/files", data=form, files={"other": b"x"}).text
         assert "purpose" in client.post("/v1/files", files={"file": b"x"}).text
         page = {"origin": "http://elsewhere.example"}
@@ -151,6 +153,7 @@ def test_another_tenant_gets_404(start: StartServer, tiny_model: Path) -> None:
         file = upload(one, make_line(1))
         batch = wait(one, create(one, file))
         response = one.responses.create(model="any", input="Hi", max_output_tokens=4)
+        conversation = one.conversations.create().id
         assert batch.status == "completed" and batch.output_file_id is not None
         calls: list[Any] = [
             lambda: two.files.retrieve(file),
@@ -161,6 +164,8 @@ def test_another_tenant_gets_404(start: StartServer, tiny_model: Path) -> None:
             lambda: two.batches.cancel(batch.id),
             lambda: two.responses.retrieve(response.id),
             lambda: two.responses.delete(response.id),
+            lambda: two.conversations.retrieve(conversation),
+            lambda: two.conversations.delete(conversation),
         ]
         for call in calls:
             with pytest.raises(openai.NotFoundError):

@@ -196,7 +196,12 @@ async def version() -> shapes.VersionResponse:
 async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     """List the models."""
     served = get_registry(http).served
-    entries = [shapes.make_entry(model.info, model.created) for model in served if model.info is not None]
+    entries = [
+        shapes.make_entry(model.info, model.created, name)
+        for model in served
+        if model.info is not None
+        for name in ("", *(f"{model.info.name}:{adapter}" for adapter in model.adapters))
+    ]
     return shapes.ModelsAnswer([shapes.ListedModel(**each) for each in entries])
 
 

@@ -433,8 +433,8 @@ def _format_count(parameters: int) -> str:
     return f"{parameters / unit:.1f}{sign}" if unit == 10**9 else f"{parameters / unit:.2f}{sign}"
 
 
-def make_entry(info: ModelInfo, created: int) -> dict[str, Any]:
-    name = add_tag(info.name)
+def make_entry(info: ModelInfo, created: int, name: str = "") -> dict[str, Any]:
+    name = name or add_tag(info.name)
     digest = hashlib.sha256(f"{info.name} {info.size_bytes} {info.parameters}".encode()).hexdigest()
     return {
         "name": name,

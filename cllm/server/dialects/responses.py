@@ -163,13 +163,19 @@ async def find_conversation(
         return kept.get("id")
     if not isinstance(body.conversation, shapes.ConversationName):
         return None
-    if body.conversation.id is not None:
+    if body.conversation.id is not None or not body.store:
         return body.conversation.id
+    return (await _begin(http, shapes.ConversationBody())).id
+
+
+async def _begin(http: HttpRequest, body: shapes.ConversationBody) -> shapes.ConversationObject:
+    """Store a new conversation. Raises StorageFailed, NotFound where nothing is stored."""
     (store, tenant), created = get_jobs(http), time.time()
+    new = shapes.ConversationObject(f"conv_{uuid.uuid4().hex}", int(created), body.metadata)
     expires = created + http.app.state.response_ttl
-    new = StoredObject(f"conv_{uuid.uuid4().hex}", tenant, created, expires, more=b"[]")
-    await store.run(JobDatabase.add, "conversation", new)
-    return new.id
+    stored = StoredObject(new.id, tenant, created, expires, record=_encode(new), more=_encode(body.items))
+    await store.run(JobDatabase.add, "conversation", stored)
+    return new
 
 
 def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
@@ -363,7 +369,7 @@ def make_keeper(
             return msgspec.structs.replace(new, **same) if old.active else old
 
         well = response.status in ("completed", "incomplete")
-        if conversation is not None and well:
+        if conversation is not None and well and body.store:
             store.submit(JobDatabase.change, "conversation", tenant, conversation, extend)
         if not body.background:
             if body.store and store.enabled and well:
@@ -392,6 +398,7 @@ async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     conversation = await load_conversation(body, http, sees=engine.sees)
     session = await open_chat(engine, conversation, request)
     echoed = echo(body, body.model or loaded(engine)[0].name)
+    echoed["store"] = body.store and http.app.state.jobs.enabled
     if conversation_id is not None:
         echoed["conversation"] = {"id": conversation_id}
     renderer = ResponseRenderer(
@@ -495,3 +502,29 @@ async def delete(response_id: str, http: HttpRequest) -> DeletedObject:
     if (log := http.app.state.logs.get(tenant, response_id)) is not None:
         http.app.state.logs.remove(log)
     return DeletedObject(response_id, "response")
+
+
+# Conversations ----------------------------------------------------------------------------------------
+
+
+@responses.post("/v1/conversations")
+async def create_conversation(body: shapes.ConversationBody, http: HttpRequest) -> shapes.ConversationObject:
+    """Begin a conversation, which `conversation` of a response continues; it may have items already."""
+    return await _begin(http, body)
+
+
+@responses.get("/v1/conversations/{conversation_id}")
+async def retrieve_conversation(conversation_id: str, http: HttpRequest) -> shapes.ConversationObject:
+    """Return what is known of a conversation."""
+    store, tenant = get_jobs(http)
+    found = await store.run(JobDatabase.get, "conversation", tenant, conversation_id)
+    metadata = msgspec.json.decode(found.record).get("metadata", {})
+    return shapes.ConversationObject(found.id, int(found.created), metadata)
+
+
+@responses.delete("/v1/conversations/{conversation_id}")
+async def delete_conversation(conversation_id: str, http: HttpRequest) -> DeletedObject:
+    """Forget a conversation with all its items."""
+    store, tenant = get_jobs(http)
+    await store.run(JobDatabase.delete, "conversation", tenant, conversation_id)
+    return DeletedObject(conversation_id, "conversation.deleted")

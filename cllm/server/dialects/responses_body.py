@@ -193,6 +193,26 @@ class ConversationName(msgspec.Struct, Body, kw_only=True):
 Items = Annotated[list[ResponseItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class ConversationBody(msgspec.Struct, Body, kw_only=True):
+    """`POST /v1/conversations`."""
+
+    items: Annotated[list[ResponseItem], Meta(max_length=MAX_MESSAGES)] = []
+    metadata: Metadata = {}
+
+    @classmethod
+    def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {**value, "items": take_items(value.get("items", []))}
+
+
+class ConversationObject(msgspec.Struct):
+    """A conversation as clients see it."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
+
+
 class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 

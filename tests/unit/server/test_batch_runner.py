@@ -14,10 +14,11 @@ import pytest
 
 from cllm.config import ServerConfig
 from cllm.server import batches
-from cllm.server.batch_runner import MODEL, SURPLUS, BatchRunner, BatchWork, _decode
+from cllm.server.batch_runner import MODEL, SURPLUS, TURN_S, BatchRunner, BatchWork, _decode
 from cllm.server.batches import BatchObject, make_opening, read_lines
 from cllm.server.job_store import BatchLine, JobDatabase, JobStore, StoredObject
 from cllm.server.keys import KeyRing
+from tests.unit.frontend.test_engine_registry import FakeLoader, make_registry, run_inline, settle
 
 ROUTE = "/v1/completions"
 SLOTS = 4
@@ -52,6 +53,10 @@ class CountedRunner(BatchRunner):
     """A runner whose lines never end; the test says how many live requests there are."""
 
     live = 0
+    turn = True
+
+    async def _has_turn(self, model: Any) -> bool:
+        return self.turn
 
     def _find_model(self, line: BatchLine) -> Any:
         return "other" if MODEL.match(line.opening) else "first"
@@ -151,8 +156,36 @@ async def test_lines_leave_the_slots_to_live_requests(tmp_path: Path) -> None:
     assert await runner.look() == 1  # none starves
     runner.live = 0
     assert await runner.look() == SLOTS + SURPLUS
+    runner.turn = False
+    assert await runner.look() == 0, "live requests wait for another model"
+    runner.turn = True
+    assert await runner.look() == SLOTS + SURPLUS
     (work,) = runner._works.values()
     assert {line.number for line in work.running.values()} == set(range(6))
     for task in work.running:
         task.cancel()
     store.close()
+
+
+async def test_lines_wait_for_the_turn_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_inline(monkeypatch.setattr)
+    registry = make_registry(FakeLoader(), "cat bee ant")  # 30, 50 and 40 of 100
+    cat, bee, ant = registry.served
+    runner = BatchRunner(None, {}, None, registry, KeyRing("", ""), ServerConfig())  # type: ignore[arg-type]
+    (await registry.use(cat)).release()
+    assert await runner._has_turn(cat) and await runner._has_turn(bee), "both fit"
+    live = await registry.use(bee)
+    assert not await runner._has_turn(ant), "cat would be unloaded, and was used just now"
+    cat.used_at -= TURN_S
+    assert await runner._has_turn(ant)
+    other = await registry.use(cat)
+    assert not await runner._has_turn(ant), "both are in use"
+    waiting = asyncio.ensure_future(registry.use(ant))
+    await settle()
+    assert not await runner._has_turn(cat) and not await runner._has_turn(bee), "a live request waits for ant"
+    other.release()
+    live.release()
+    (await asyncio.wait_for(waiting, 10)).release()
+    assert await runner._has_turn(ant)
+    registry.drain()
+    registry.stop()

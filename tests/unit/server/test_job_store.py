@@ -80,6 +80,24 @@ def test_responses_not_used_for_longest_make_room_in_their_tenant(store: JobStor
     assert names(store, "too large") == []
 
 
+def test_responses_make_room_for_a_file(store: JobStore) -> None:
+    put(store, *(make(name, size=300) for name in "abc"))
+    with pytest.raises(StorageFailed, match="1001 bytes do not fit"):
+        run(store.run(JobDatabase.check, 1001, ""))
+    assert names(store, *"abc") == ["a", "b", "c"], "what fails drops nothing"
+    run(store.add_file(make("file-1"), io.BytesIO(b"x" * 600), 600))
+    assert names(store, *"abc") == ["c"]
+
+
+def test_a_folder_without_a_column_is_opened(tmp_path: Path) -> None:
+    store = JobStore(tmp_path, 1000)
+    run(store.run(lambda database: database.sql.execute("ALTER TABLE lines DROP COLUMN input") and None))
+    store.close()
+    store = JobStore(tmp_path, 1000)
+    assert run(store.run(JobDatabase.count_lines, "batch-1"))[1] == LineTokens(0, 0, 0)
+    store.close()
+
+
 def test_an_active_response_stays_and_cannot_be_continued(store: JobStore) -> None:
     active = msgspec.structs.replace(make("a", size=300), active=True, expires=1.0)
     put(store, active)
@@ -178,7 +196,7 @@ def test_a_full_disk_refuses_new_jobs_and_keeps_accepted_ones(
     with pytest.raises(StorageFailed, match="do not fit on the disk"):
         run(store.add_file(make("file-1"), io.BytesIO(b"abc"), 3))
     run(store.run(JobDatabase.add_answer, "batch-1", 1, b"{}", DONE))
-    assert run(store.run(JobDatabase.count_lines, "batch-1")) == (LineCounts(1, 1, 0), LineTokens(0))
+    assert run(store.run(JobDatabase.count_lines, "batch-1")) == (LineCounts(1, 1, 0), LineTokens(0, 0, 0))
 
 
 def test_a_failed_commit_fails_its_calls_and_changes_nothing(tmp_path: Path) -> None:
@@ -205,14 +223,14 @@ def test_a_line_is_answered_once_and_the_files_are_written_from_the_rows(store: 
     assert [line.number for line in first] == [2, 4, 1]
     assert [line.number for line in run(store.run(JobDatabase.next_lines, "batch-1", first[-1], 9))] == [3]
     for answer in (b'{"first":1}', b'{"second":1}'):
-        run(store.run(JobDatabase.add_answer, "batch-1", 2, answer, DONE, 7))
+        run(store.run(JobDatabase.add_answer, "batch-1", 2, answer, DONE, 5, 7))
     run(store.run(JobDatabase.add_answer, "batch-1", 4, b'{"bad":1}', FAILED))
 
     def make_file(name: str, size: int) -> StoredObject:
         return msgspec.structs.replace(make(name), record=b"%d" % size)
 
     def change(batch: StoredObject, counts: LineCounts, tokens: LineTokens) -> StoredObject:
-        assert counts == LineCounts(4, 1, 3) and tokens == LineTokens(7)
+        assert counts == LineCounts(4, 1, 3) and tokens == LineTokens(5, 2, 7)
         return msgspec.structs.replace(batch, active=False)
 
     batch = run(store.run(JobDatabase.get, "batch", "", "batch-1"))

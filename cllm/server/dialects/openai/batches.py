@@ -132,7 +132,7 @@ async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> File
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise InvalidRequest("file: this field is required, as a part of multipart/form-data", "file")
-        if not isinstance(purpose, str) or not re.fullmatch(r"[a-z-]{1,32}", purpose):
+        if not isinstance(purpose, str) or not re.fullmatch(r"[a-z_-]{1,32}", purpose):
             raise InvalidRequest("purpose: this field is required; of requests it is batch", "purpose")
         size, now = file.size or 0, time.time()
         check(size, MAX_FILE_BYTES, "bytes", "file", "split it")

@@ -13,7 +13,7 @@ from cllm.errors import EngineNotReady
 from cllm.frontend.served_model import ServedModel
 from cllm.models.files import parse_file_type
 from cllm.server.dialects.openai import openai
-from cllm.server.submit import find_model, get_registry
+from cllm.server.submit import get_registry
 from cllm.types import Limits, ModelInfo, Pooling
 
 # In the chat templates of models that reason.
@@ -159,7 +159,9 @@ def _describe_all(model: ServedModel) -> Iterator[Model]:
 @openai.get("/v1/models/{name:path}")
 async def model(name: str, http: HttpRequest) -> Model:
     """Describe the model that serves requests for this name."""
-    return describe_model(find_model(http, name), name)
+    found, adapter = get_registry(http).find_adapter(name)
+    described = describe_model(found, name)
+    return msgspec.structs.replace(described, parent=described.root) if adapter else described
 
 
 def describe_model(model: ServedModel, name: str = "") -> Model:
