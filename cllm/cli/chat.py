@@ -24,8 +24,7 @@ THREADS: dict[str, Any] = {"min": 0, "metavar": "N", "envvar": "CLLM_THREADS"}
 CONTEXT = {**THREADS, "envvar": "CLLM_CTX_SIZE"}
 
 Image = Annotated[
-    list[Path],
-    Option(metavar="FILE", show_default=False, help="Picture or sound for the question. Repeatable."),
+    list[Path], Option(metavar="FILE", show_default=False, help="Picture or sound; repeatable.")
 ]
 
 

@@ -23,7 +23,7 @@ from typer import Argument, Option
 from cllm import __version__
 from cllm.backend.llama import library
 from cllm.backend.llama.conversion import TARGET, find_gain, pays
-from cllm.backend.llama.gguf import GgufFile, GgufHeader
+from cllm.backend.llama.gguf import TABLES, GgufFile, GgufHeader
 from cllm.backend.llama.kernels import choose_buffers, describe_types
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.placement import list_devices, offer_module
@@ -37,11 +37,6 @@ from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError
 from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.models.resolve import find_mmproj, resolve
-
-_NOTABLE = (
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "i8mm"),
-)
 
 
 def doctor_command(
@@ -66,7 +61,7 @@ def doctor_command(
     found = features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
     table.add_row("CPU", f"{machine()}, {default_threads()} cores usable")
-    table.add_row("CPU features", " ".join(name for name in _NOTABLE if name in found) or "none of note")
+    table.add_row("CPU features", " ".join(filter(found.__contains__, TABLES["notable"])) or "none of note")
     table.add_row("threads", str(threads or default_threads()))
     try:
         path = resolve(model, offline=True)

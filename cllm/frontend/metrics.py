@@ -30,9 +30,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 # Metrics of fields, by the kind of metric.
-DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
+DECLARED: dict[str, dict[str, Any]] = tomllib.loads(_FILE)
 
 
 class EngineMetrics:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -20,19 +22,9 @@ _QUANT = re.compile(
 _MIXES = {" - Small": "_S", " - Medium": "_M", " - Large": "_L"}
 # Files beside a model that are no model by themselves.
 _COMPANION = re.compile(r"mmproj|imatrix|ggml-vocab|(^|[-_.])lora([-_.]|$)", re.IGNORECASE)
-# Which one is pulled where none is named: the usual ones first, larger ones before those that lose much.
-PREFERRED = (
-    *("Q4_K_M", "Q4_K_S", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q8_0", "Q5_K_M", "Q5_K_S", "Q6_K"),
-    *("Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL", "Q3_K_M", "BF16", "F16", "F32"),
-)
-# llama.cpp's numbers of file types, by the names of files: those that need no importance matrix.
-_FILE_TYPES = (
-    "F32=0 BF16=32 F16=1 Q8_0=7 Q6_K=18 Q5_K_M=17 Q5_K_S=16 Q5_1=9 Q5_0=8 Q4_K_M=15 Q4_K_S=14 Q4_1=3"
-)
-_FILE_TYPES += (
-    " Q4_0=2 IQ4_NL=25 IQ4_XS=30 Q3_K_L=13 Q3_K_M=12 Q3_K_S=11 IQ3_M=27 IQ3_S=26 Q2_K=10 MXFP4_MOE=38"
-)
-FILE_TYPES = {name: int(number) for name, number in (each.split("=") for each in _FILE_TYPES.split())}
+_TYPES = tomllib.loads(Path(__file__).with_name("types.toml").read_text(encoding="utf-8"))
+PREFERRED: list[str] = _TYPES["preferred"]
+FILE_TYPES: dict[str, int] = _TYPES["file_types"]
 _SHORT = re.compile(r"(hf|ms):(?://)?([^/:@]+/[^/:@]+)(?:/([^:@]+\.gguf))?(?::([^:@]+))?(?:@([^:@]+))?", re.I)
 _HUGGING_FACE = {"huggingface.co", "www.huggingface.co", "hf.co"}
 _MODELSCOPE = {"modelscope.cn", "www.modelscope.cn", "modelscope.ai", "www.modelscope.ai"}

@@ -38,7 +38,7 @@ def find_example(body: type) -> dict[str, Any]:
 
 def read_examples(*kinds: Any) -> list[Any]:
     """The answers of these structs that are written down, such as the events of a stream."""
-    return [each for kind in kinds for each in msgspec.convert(TEXTS.answers[kind.__name__], list[kind])]
+    return [msgspec.convert(each, kind) for kind in kinds for each in TEXTS.answers[kind.__name__]]
 
 
 def make_example(kind: Any, name: str = "") -> Any:

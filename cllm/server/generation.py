@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+import tomllib
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
@@ -202,17 +203,6 @@ def get_sampling_bounds() -> dict[str, tuple[float, float]]:
     return bounds
 
 
-# llama.cpp's samplers in the order in which they are always applied: letter, names, what switches it off.
-_SAMPLERS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any]], ...] = (
-    ("e", ("penalties",), {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}),
-    ("d", ("dry",), {"dry_multiplier": 0.0}),
-    ("s", ("top_n_sigma",), {"top_n_sigma": -1.0}),
-    ("k", ("top_k",), {"top_k": 0}),
-    ("y", ("typ_p", "typical_p", "typical", "typ"), {"typical_p": 1.0}),
-    ("p", ("top_p", "nucleus"), {"top_p": 1.0}),
-    ("m", ("min_p",), {"min_p": 0.0}),
-    ("x", ("xtc",), {"xtc_probability": 0.0}),
-    ("t", ("temperature", "temp"), {"temperature": 1.0, "dynatemp_range": 0.0}),
-    ("a", ("adaptive_p",), {"adaptive_target": -1.0}),
-)
+_FILE = Path(__file__).with_name("samplers.toml").read_text(encoding="utf-8")
+_SAMPLERS = tuple((each["letter"], each["names"], each["off"]) for each in tomllib.loads(_FILE)["samplers"])
 SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,7 @@ TURN = 257  # a control token: the chat template opens the assistant's turn with
 VOCABULARY_SIZE = 258
 VECTOR_LENGTH = 8
 # Roles and tools as text; an answer, earlier or to come, follows on TURN. Calls are written as Hermes does.
-CHAT_TEMPLATE = (
-    "{% if tools %}tools: {{ tools | tojson }}, to be used as <tool_call>{...}</tool_call>\n{% endif %}"
-    "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}<|x|>{{ message.content or '' }}{% for call in message.tool_calls %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
-    "</tool_call>{% endfor %}{% else %}{{ message.role }}: {{ message.content or '' }}{% endif %}\n"
-    "{% endfor %}<|x|>"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 BEGIN, NEXT, END, FAIL = "\x02", "\x1e", "\x03", "\x04"
 
 

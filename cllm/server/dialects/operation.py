@@ -22,6 +22,7 @@ from cllm.frontend.served_model import ModelStatus, ServedModel
 from cllm.server.body import Body, ModelName
 from cllm.server.dialect import EVENTS, JSON, to_json
 from cllm.server.dialects.cllm import CllmDialect
+from cllm.server.examples import TEXTS
 from cllm.server.job_store import JobDatabase, JobStore
 from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, SlotInfo, Snapshot
@@ -168,11 +169,6 @@ class RequestsResponse(msgspec.Struct, frozen=True):
 
 INSPECT_LIMIT_S = 10.0
 _STARTED_AT = int(time.time())
-_METRICS = (
-    "# HELP cllm_requests_running Requests being computed\n"
-    "# TYPE cllm_requests_running gauge\n"
-    "cllm_requests_running 3.0\n"
-)
 
 
 def get_health(http: HttpRequest) -> Health:
@@ -200,7 +196,7 @@ async def ready(http: HttpRequest) -> HealthResponse | Response:
     return Response(to_json(answer), 503, media_type=JSON)
 
 
-@operation.get("/metrics", _METRICS)
+@operation.get("/metrics", TEXTS.answers["/metrics"][0])
 async def metrics(http: HttpRequest) -> Response:
     """Metrics in Prometheus' text format."""
     metrics = get_registry(http).render_metrics()

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from cllm.server.examples import CREATED, MODEL, make_example
+from cllm.server.examples import CREATED, TEXTS, make_example
 
 
 class Colour(Enum):
@@ -29,8 +29,10 @@ class Whole(msgspec.Struct, kw_only=True):
 
 
 def test_a_struct_has_required_fields_and_those_with_a_known_value() -> None:
-    assert make_example(Part) == Part(MODEL, CREATED, "none")
+    assert make_example(Part) == Part(TEXTS.values["model"], CREATED, "none")
 
 
 def test_a_known_value_of_another_type_is_not_taken() -> None:
-    assert make_example(Whole) == Whole(parts=[Part(MODEL, CREATED)], colour=Colour.RED, form="a", model=0)
+    assert make_example(Whole) == Whole(
+        parts=[Part(TEXTS.values["model"], CREATED)], colour=Colour.RED, form="a", model=0
+    )
