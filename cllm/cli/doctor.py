@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from base64 import b64encode
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +33,6 @@ from cllm.build.options import features, machine
 from cllm.cli.checkup import Finding, ask_model, examine
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, ConfigError
-from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.models.resolve import find_mmproj, resolve
 
 
@@ -180,23 +177,20 @@ def _probe(config: EngineConfig, table: Table) -> bool:
 
 
 def ask_about(file: Path, config: EngineConfig, table: Table) -> None:
-    """Add a picture's or sound's rows, and an answer about it, end to end. Raises CllmError."""
+    """Ask about a picture or sound, end to end, twice: then it is not encoded. Raises CllmError."""
     from cllm.llm import LLM  # with the server's modules
-    from cllm.workers.executor import MEDIA_LIMIT_S, ProcessTokenizer
 
     if not (mmproj := find_mmproj(Path(config.model), config.mmproj)):
         raise ConfigError("there is no mmproj beside the model: name one with --mmproj")
     metadata = GgufFile(Path(mmproj)).metadata
     table.add_row("mmproj", " ".join(str(metadata[name]) for name in metadata if name.endswith("tor_type")))
-    config = msgspec.structs.replace(config, mmproj=mmproj)
-    with closing(ProcessTokenizer(config, role="media")) as worker, LLM(config=config) as llm:
-        parts = [{"type": "image_url", "image_url": file}, {"type": "text", "text": "What is this?"}]
-        reply = llm.chat([{"role": "user", "content": parts}], max_tokens=32, temperature=0)
-        for rows in (False, True):  # the first time it has to start
-            begin, task = time.monotonic(), EncodeMedia((b64encode(file.read_bytes()).decode(),), rows=rows)
-            found = worker.submit(task).result(MEDIA_LIMIT_S)
-        took = time.monotonic() - begin
-    assert isinstance(found, EncodedMedia)
-    count = sum(span.end - span.begin for span in found.prompts[0].spans)
-    table.add_row("rows", f"{count}, encoded in {took:.2f} s")
-    table.add_row("answer", f"{reply.text!r}, to {reply.usage.prompt_tokens} tokens")
+    parts = [{"type": "image_url", "image_url": file}, {"type": "text", "text": "What is this?"}]
+    with LLM(config=msgspec.structs.replace(config, mmproj=mmproj)) as llm:
+        for row in ("answer", "again"):
+            begin = time.monotonic()
+            reply = llm.chat([{"role": "user", "content": parts}], max_tokens=32, temperature=0)
+            usage, took = reply.usage, time.monotonic() - begin
+            tokens = f"{usage.prompt_tokens - usage.cached_tokens} of {usage.prompt_tokens} tokens new"
+            table.add_row(
+                row, f"{reply.text!r} after {took:.1f} s, {tokens}"
+            )
