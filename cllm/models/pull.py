@@ -61,8 +61,11 @@ class HubModel(NamedTuple):
         return self.files[: len(self.chosen.names)]
 
 
-def find_model(hub: Hub, reference: HubReference) -> HubModel:
-    """List a repository and choose the model that a reference means. Raises HubError or ModelFileError."""
+def find_model(hub: Hub, reference: HubReference, *, mmproj: bool = True) -> HubModel:
+    """List a repository and choose the model that a reference means. Raises HubError or ModelFileError.
+
+    A model's draft goes without `mmproj`: it would wait for that of the model, whose pull has it checked.
+    """
     listing = hub.list_files(reference.revision)
     files = {file.path: file for file in listing.files}
     models = group_files({path: file.size for path, file in files.items()}, reference.quant)
@@ -70,7 +73,8 @@ def find_model(hub: Hub, reference: HubReference) -> HubModel:
     if not chosen.whole:
         here = f"{len(chosen.names)} of {chosen.parts} parts"
         raise ModelFileError(f"{reference} has {here} of {chosen.stem}: it is incomplete")
-    parts = tuple(files[name] for name in (*chosen.names, *choose_mmproj(files, chosen.names[0])))
+    beside = choose_mmproj(files, chosen.names[0]) if mmproj else []
+    parts = tuple(files[name] for name in (*chosen.names, *beside))
     for file in parts:
         if not file.etag:
             raise HubError(f"{file.path} has no hash in the listing of {hub.endpoint}: it cannot be verified")
@@ -81,14 +85,16 @@ def is_offline(asked: bool) -> bool:
     return asked or is_switched_on("HF_HUB_OFFLINE")
 
 
-def ensure(reference: HubReference, *, offline: bool = False, check: Check | None = None) -> Path:
+def ensure(
+    reference: HubReference, *, offline: bool = False, check: Check | None = None, mmproj: bool = True
+) -> Path:
     """Find the model file of a hub reference, and pull it if it is not here. Raises SetupError."""
     if stored := find_stored(reference):
         return stored.path
     if is_offline(offline):
         raise ModelFileError(f"{reference} is not on this machine, and --offline pulls nothing")
     with make_hub(reference) as hub:
-        model = find_model(hub, reference)
+        model = find_model(hub, reference, mmproj=mmproj)
         log.info("pulling %s, %s, from %s", model.chosen.stem, format_size(model.chosen.size), hub.endpoint)
         return Pull(hub, reference, model, PullOptions()).run(check)
 

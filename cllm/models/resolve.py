@@ -28,11 +28,13 @@ MAX_NEAR = 5
 MAX_SHOWN = 12
 
 
-def resolve(text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None) -> Path:
+def resolve(
+    text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None, mmproj: bool = True
+) -> Path:
     """Find the file that a reference names, the first part of a model in several. Raises SetupError.
 
-    An empty one names the embedded model. A hub's model that is not here is pulled; `check` gets its header
-    before that, as a file, and may refuse it.
+    An empty one names the embedded model. A hub's model that is not here is pulled, and the `mmproj` beside it;
+    `check` gets its header before that, as a file, and may refuse it.
     """
     if not text:
         from cllm.models.store import embedded_model
@@ -46,7 +48,7 @@ def resolve(text: str, *, offline: bool = False, check: Callable[[Path], object]
     if reference := parse_hub(text):
         from cllm.models.pull import ensure
 
-        return ensure(reference, offline=offline, check=check)
+        return ensure(reference, offline=offline, check=check, mmproj=mmproj)
     if is_path(text):
         raise ModelFileError(f"there is no model file at {path}")
     return find_by_name(text).path
@@ -74,7 +76,7 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
 
         model = choose_file(model, config)
     if draft:
-        draft = str(resolve(draft, offline=config.offline))
+        draft = str(resolve(draft, offline=config.offline, mmproj=False))
     adapters = tuple(
         f"{each.name}={resolve(each.file, offline=config.offline)}:{each.scale!r}"
         for each in map(parse_adapter, config.adapter)
