@@ -33,7 +33,7 @@ def resolve(
 ) -> Path:
     """Find the file that a reference names, the first part of a model in several. Raises SetupError.
 
-    An empty one names the embedded model. A hub's model that is not here is pulled, and the `mmproj` beside it;
+    An empty one names the embedded model. A hub's model that is not here is pulled, with the `mmproj` beside it;
     `check` gets its header before that, as a file, and may refuse it.
     """
     if not text:
