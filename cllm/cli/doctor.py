@@ -191,6 +191,4 @@ def ask_about(file: Path, config: EngineConfig, table: Table) -> None:
             reply = llm.chat([{"role": "user", "content": parts}], max_tokens=32, temperature=0)
             usage, took = reply.usage, time.monotonic() - begin
             tokens = f"{usage.prompt_tokens - usage.cached_tokens} of {usage.prompt_tokens} tokens new"
-            table.add_row(
-                row, f"{reply.text!r} after {took:.1f} s, {tokens}"
-            )
+            table.add_row(row, f"{reply.text!r} after {took:.1f} s, {tokens}")

@@ -33,8 +33,8 @@ def resolve(
 ) -> Path:
     """Find the file that a reference names, the first part of a model in several. Raises SetupError.
 
-    An empty one names the embedded model. A hub's model that is not here is pulled, with the `mmproj` beside it;
-    `check` gets its header before that, as a file, and may refuse it.
+    An empty one names the embedded model. A hub's model that is not here is pulled, with the `mmproj`
+    beside it; `check` gets its header before that, as a file, and may refuse it.
     """
     if not text:
         from cllm.models.store import embedded_model

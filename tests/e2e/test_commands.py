@@ -22,6 +22,9 @@ from tests.tiny_models import make_adapter, make_dense
 # Lines that are not run, by their beginning.
 NOT_RUN = {
     "make ": "CI runs `make check` and `make test`; the others are named in the Makefile",
+    "cllm doctor MODEL --full": "minutes, and ✗ for random weights; tests/contract/test_checkup.py",
+    "python -m venv lm-eval": "installs 0.8 GB; proof/evaluation.py",
+    "lm-eval/": "the same",
     "cllm build": "compiles for minutes; tests/unit/build",
     "cllm llama-server": "test_llama_routes",
     "cllm_server": "the earlier server's spelling; test_cli",

@@ -34,7 +34,7 @@ def same(found: Any, shown: Any) -> bool:
 
 
 # What changes the server, or needs a folder or a hub of its own: test_reload, test_ollama.
-NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
+NOTHING_NEEDED = ("/tokenize", "/detokenize", "/v1/conversations")  # nothing is no text, as in llama-server
 CHANGING = ("/admin/", "/api/pull", "/api/delete", "/api/copy")
 # A form, and nothing:
 SOUND = "/v1/audio/transcriptions"  # the tiny model does not hear: see test_pictures
@@ -78,6 +78,8 @@ def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
     if "{response_id}" in path:
         asked = {"input": "x", "max_output_tokens": 1, "background": path.endswith("cancel")}
         path = path.format(response_id=tiny.post("/v1/responses", asked).json()["id"])
+    if "{conversation_id}" in path:
+        path = path.format(conversation_id=tiny.post("/v1/conversations", {}).json()["id"])
     if "{stream_id}" in path:
         asked = {"prompt": "x", "max_tokens": 1, "stream": True, "reconnect_s": 60}
         path = path.format(stream_id=tiny.post("/v1/completions", asked).headers["X-Stream-Id"])

@@ -156,7 +156,8 @@ FOR_ALL = {
     *("/chat/completions/input_tokens", "/v1/embeddings", "/embedding", "/v1/rerank", "/v1/score"),
     *("/api/show", "/api/embed", "/api/embeddings", "/v1/responses/{response_id}", "/v1/files"),
     *("/v1/files/{file_id}", "/v1/batches", "/v1/batches/{batch_id}/cancel"),
-    *("/v1/responses/{response_id}/cancel", "/v1/streams/{stream_id}"),
+    *("/v1/responses/{response_id}/cancel", "/v1/streams/{stream_id}", "/v1/audio/transcriptions"),
+    *("/v1/conversations", "/v1/conversations/{conversation_id}"),
 }
 UNLOADING = {
     "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
