@@ -29,7 +29,7 @@ from bench.costs import MachineCosts, read_costs, split_shape
 from bench.report import Table
 from bench.workloads import Definition, built_in, make_plan, read_file
 from cllm.backend.base import KVState, StepResult
-from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig, settle_itl
+from cllm.config import GPU_BATCH_TOKENS, EngineConfig, settle_itl
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.tiers import SlotContent
@@ -323,8 +323,7 @@ def simulate(costs: MachineCosts, definition: Definition, rule: Rule | None = No
     )
     clock = SimulatedClock()
     runner = SimulatedRunner(costs, clock, slots=definition.parallel, cells=definition.ctx_size)
-    target = GPU_TARGET_ITL_MS if costs.asynchronous else TARGET_ITL_MS
-    config = settle_itl(EngineConfig(draft_tokens=0, cache_disk_mb=0), target)
+    config = settle_itl(EngineConfig(draft_tokens=0, cache_disk_mb=0), on_gpus=costs.asynchronous)
     users = Users(sessions, group.clients, clock, SimulatedInbox())
     with clock.patched():
         core = EngineCore(runner, config, users.receive)

@@ -173,9 +173,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ttl: float = 0.0  # seconds without a request after which it is unloaded; 0: never
 
 
-def settle_itl(config: EngineConfig, default_ms: int = TARGET_ITL_MS) -> EngineConfig:
+def settle_itl(config: EngineConfig, *, on_gpus: bool = False) -> EngineConfig:
     """Fill in the inter-token target, and its limit: a target that is set is kept as it is."""
-    target = config.target_itl_ms
+    target, default_ms = config.target_itl_ms, GPU_TARGET_ITL_MS if on_gpus else TARGET_ITL_MS
     limit = config.max_itl_ms or target or MAX_ITL * default_ms
     return msgspec.structs.replace(config, target_itl_ms=target or default_ms, max_itl_ms=limit)
 

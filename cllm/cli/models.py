@@ -119,9 +119,7 @@ def _show_remote(reference: HubReference) -> dict[str, Any]:
         head = Pull(hub, reference, model, PullOptions()).read_heads(Path(folder))
         name = str(reference._replace(quant=model.chosen.quant or model.chosen.stem))
         shown = {"name": name, "path": f"not here; `cllm pull {name}` gets it"}
-        if head is None:
-            return shown | {"size": model.chosen.size}
-        return shown | _describe(head)
+        return shown | ({"size": model.chosen.size} if head is None else _describe(head))
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -208,11 +206,10 @@ def quantize_command(
     stem = ModelFiles((header.path.name,), 0, 1).stem
     own = parse_quant(stem)
     target = out or Path(f"{stem.replace(own, kind) if own and own in stem else f'{stem}-{kind}'}.gguf")
-    if target.exists() or not target.parent.is_dir():
-        where = (
-            "is there already: choose another OUT" if target.exists() else "is in a folder that is not there"
-        )
-        raise ConfigError(f"{target} {where}")
+    if target.exists():
+        raise ConfigError(f"{target} is there already: choose another OUT")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target} is in a folder that is not there")
     try:
         size = predict_size(header, FILE_TYPES[kind])
         echo(f"{header.path.name}: {format_size(header.file_bytes)}; as {kind} {format_size(size)}", err=True)

@@ -19,19 +19,8 @@ from typing import cast
 
 import msgspec
 
+from cllm import messages
 from cllm.cluster.placer import ReplicaReport
-from cllm.messages import (
-    CacheDone,
-    Cancel,
-    ClearCache,
-    Died,
-    Heartbeat,
-    Inspect,
-    Inspection,
-    Ready,
-    StepReport,
-    Submit,
-)
 from cllm.workers.channel import FrameBuffer, pack_frame
 
 HANDSHAKE_S = 3.0
@@ -55,8 +44,9 @@ class Draining(msgspec.Struct, frozen=True, tag=True):
     """The replica will end: it finishes what it has, and takes nothing new."""
 
 
-ToReplica = Submit | Cancel | Inspect | ClearCache
-FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | ReplicaReport | Draining
+ToReplica = messages.Submit | messages.Cancel | messages.Inspect | messages.ClearCache
+_OfEngine = messages.StepReport | messages.Inspection | messages.CacheDone | messages.Ready | messages.Died
+FromReplica = _OfEngine | messages.Heartbeat | ReplicaReport | Draining
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from cllm.backend.base import Row, count_ubatches
+from cllm.backend.base import SCORED_LOGITS, Row, count_ubatches
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, TINY, StepCost, StepCostModel, StepShape, attended_pairs
 
@@ -346,9 +346,9 @@ def get_offset(decoding: int, *, split: bool) -> int:
     return int(decoding > 0) if split else -(decoding % TILE)
 
 
-def limit_scored(running: Iterable[Sequence], counts: dict[str, int], max_tokens: int) -> None:
+def limit_scored(running: Iterable[Sequence], counts: dict[str, int], vocabulary: int) -> None:
     """Bound the prompt tokens of a step that are scored: each takes a line of logits. One gets on."""
-    room = max(1, max_tokens)
+    room = max(1, SCORED_LOGITS // vocabulary)
     for sequence in running:
         if sequence.unscored and sequence.id in counts:
             counts[sequence.id] = min(counts[sequence.id], room)

@@ -14,16 +14,7 @@ from typing import Any
 
 from cllm import errors
 from cllm.adapters import split_key
-from cllm.backend.base import (
-    SCORED_LOGITS,
-    Batch,
-    BatchKind,
-    ModelRunner,
-    Row,
-    RowResult,
-    StepResult,
-    StepStatus,
-)
+from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.tiers import HostKVCache
@@ -179,7 +170,7 @@ class Scheduler(StepGroup[Sequence]):
             self._settle([each for slot, each in self.running.items() if slot not in scheduled])
         counts = self.budget.schedule_tokens(scheduled.values(), self._urgency)
         if any(sequence.unscored for sequence in scheduled.values()):
-            limit_scored(scheduled.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
+            limit_scored(scheduled.values(), counts, self.runner.vocabulary.size)
         masks: Mapping[str, TokenMask] = {}
         if masked := [sequence for sequence in scheduled.values() if sequence.stopping.masks]:
             masks, exhausted = self._masks.build(masked, counts)

@@ -133,9 +133,7 @@ class SpecDecodePolicy:
         if request.prediction:
             drafter = PredictionDrafter(request.prediction, len(request.prompt), drafter)
             return DraftState(drafter, acceptance_rate=1.0)
-        if drafter is None:
-            return None
-        return DraftState(drafter, acceptance_rate=rate)
+        return None if drafter is None else DraftState(drafter, acceptance_rate=rate)
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
         """Take in what was said. On a GPU that is done while it computes; else when drafts are looked for.

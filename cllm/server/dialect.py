@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import tomllib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -21,27 +23,8 @@ from cllm.server.body import Body, read_body
 log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 INTERNAL = "an internal error occurred: the server's log has the details"
-STATUS: dict[type[Exception], int] = {
-    errors.ClientError: 400,
-    Unauthorized: 401,
-    errors.Forbidden: 403,
-    errors.NotFound: 404,
-    errors.NotSupported: 501,
-    CapacityError: 503,
-    errors.QueueFull: 429,
-    errors.RateLimited: 429,
-    errors.DeadlineExceeded: 504,
-    errors.SlowReader: 408,
-    errors.ClientGone: 499,
-    errors.ReloadFailed: 409,
-    errors.ModelBusy: 409,
-    errors.AdapterBusy: 409,
-    errors.EngineError: 500,
-    errors.StorageFailed: 507,
-    errors.ModelDoesNotFit: 507,
-    errors.NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
-    CllmError: 500,
-}
+_CODES = tomllib.loads(Path(__file__).with_name("statuses.toml").read_text(encoding="utf-8"))
+STATUS: dict[type[Exception], int] = {getattr(errors, name): code for name, code in _CODES.items()}
 Handler = Callable[..., Awaitable[Any]]
 HandlerKind = TypeVar("HandlerKind", bound=Handler)
 to_json = msgspec.json.Encoder().encode

@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from cllm import limits
 from cllm.errors import InvalidRequest
-from cllm.limits import (
-    MAX_COMBINATIONS,
-    MAX_NESTING,
-    MAX_OBJECT_PROPERTIES,
-    MAX_PROPERTIES,
-    MAX_REFERENCES,
-    check,
-)
 from cllm.text.chat_format import get_type
 from cllm.types import ConstraintKind, ConstraintSpec
 
@@ -54,7 +47,7 @@ def get_types(
     schema: Any, root: Mapping[str, Any], depth: int = 0, known: dict[int, frozenset[str]] | None = None
 ) -> frozenset[str]:
     """The JSON types that a schema allows; an empty set stands for any. Each schema is looked at once."""
-    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
+    if not isinstance(schema, Mapping) or depth > limits.MAX_NESTING:
         return frozenset()
     known = {} if known is None else known
     if id(schema) not in known:
@@ -171,8 +164,10 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
     if spec.kind is not ConstraintKind.JSON_SCHEMA:
         embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)
         places = [match.end() for match in re.finditer(r"%json\s*(?=\{)", source)] if embeds else []
-    if spec.kind is ConstraintKind.GRAMMAR and len(places) > MAX_REFERENCES:
-        raise InvalidRequest(f"{field}: {len(places)} schemas (%json), the limit is {MAX_REFERENCES}", field)
+    if spec.kind is ConstraintKind.GRAMMAR and len(places) > limits.MAX_REFERENCES:
+        raise InvalidRequest(
+            f"{field}: {len(places)} schemas (%json), the limit is {limits.MAX_REFERENCES}", field
+        )
     for begin in places:
         if found and begin < found[-1].end:
             continue  # inside the schema before
@@ -187,7 +182,7 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
         raise InvalidRequest(f"{field}: the schema is not valid JSON: text follows it", field)
     if spec.kind is ConstraintKind.GRAMMAR:
         plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
-        check(len(_REFERENCE.findall(plain)), MAX_REFERENCES, "references", field)
+        limits.check(len(_REFERENCE.findall(plain)), limits.MAX_REFERENCES, "references", field)
     check_schemas([each.schema for each in found], field)
     return found
 
@@ -208,7 +203,7 @@ def check_schemas(schemas: Sequence[Any], field: str) -> None:
                 combined += [value] * (_count_parts(value) > 1)
                 for key in value.keys() & {"properties", "patternProperties"}:
                     count = len(value[key]) if isinstance(value[key], Mapping) else 0
-                    check(count, MAX_OBJECT_PROPERTIES, "properties of one object", field)
+                    limits.check(count, limits.MAX_OBJECT_PROPERTIES, "properties of one object", field)
                     properties += count
                 left += [(inner, written or key in ("const", "enum")) for key, inner in value.items()]
             elif isinstance(value, list):
@@ -218,11 +213,12 @@ def check_schemas(schemas: Sequence[Any], field: str) -> None:
             ):
                 message = f"{field}: {value} is beyond the numbers that can be written exactly"
                 raise InvalidRequest(message, field)
-        check(references, MAX_REFERENCES, "references", field, "write some of them out")
-        check(properties, MAX_PROPERTIES, "properties", field)
+        limits.check(references, limits.MAX_REFERENCES, "references", field, "write some of them out")
+        limits.check(properties, limits.MAX_PROPERTIES, "properties", field)
         for value in combined:
             ways = count_combinations([value], root, steps)
-            check(ways, MAX_COMBINATIONS, "combinations", field, "combine fewer alternatives (allOf)")
+            advice = "combine fewer alternatives (allOf)"
+            limits.check(ways, limits.MAX_COMBINATIONS, "combinations", field, advice)
 
 
 def count_combinations(
@@ -235,15 +231,15 @@ def count_combinations(
     `above` has the parts of the values that these are inside of: recursion adds no way.
     """
     key = frozenset(id(_get_target(part, root)) for part in parts)
-    if key in above or len(above) > MAX_NESTING:
-        return 1 if key in above else MAX_COMBINATIONS + 1
+    if key in above or len(above) > limits.MAX_NESTING:
+        return 1 if key in above else limits.MAX_COMBINATIONS + 1
     above |= {key}
     ways, named = 1, dict[str, list[Any]]()
     waiting = [(part, frozenset[int](), True) for part in parts]
-    while waiting and ways <= MAX_COMBINATIONS:
+    while waiting and ways <= limits.MAX_COMBINATIONS:
         part, chain, counts = waiting.pop()
         if next(steps, None) is None:
-            return MAX_COMBINATIONS + 1
+            return limits.MAX_COMBINATIONS + 1
         if not isinstance(part, Mapping) or id(part) in chain:
             continue
         chain |= {id(part)}

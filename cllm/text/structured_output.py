@@ -23,16 +23,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from cllm import limits
 from cllm.errors import InvalidRequest
-from cllm.limits import (
-    MAX_LEXER_STATES,
-    MAX_MASK_MS,
-    MAX_NESTING,
-    MAX_PROPERTIES,
-    MAX_RULES,
-    MAX_SOURCE,
-    check,
-)
 from cllm.text.detokenizer import count_possible
 from cllm.text.json_schema import check_end, close_schemas, count_nesting, escape_regex, parse_schemas
 from cllm.types import (
@@ -53,14 +45,15 @@ REHEARSALS, REHEARSED_TOKENS = 2, 24  # takes some 20 ms
 _MARK = "\x02"  # a control character: no token has it together with other text
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _TOO_MANY_STATES = (
-    f"the grammar needs more than {MAX_LEXER_STATES} states: use shorter repetitions, or none (maxLength)"
+    f"the grammar needs more than {limits.MAX_LEXER_STATES} states: use shorter repetitions, "
+    "or none (maxLength)"
 )
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    max_lexer_states=MAX_LEXER_STATES,
+    max_lexer_states=limits.MAX_LEXER_STATES,
     max_grammar_size=200_000,
-    max_items_in_row=5 * MAX_PROPERTIES,  # four for each property that may come next
+    max_items_in_row=5 * limits.MAX_PROPERTIES,  # four for each property that may come next
     verbose_errors=False,
 )
 
@@ -81,7 +74,7 @@ class CompiledGrammar:
     @property
     def memory_bytes(self) -> int:
         """An upper bound: llguidance does not say how far the lexer has grown."""
-        return self.compiled_bytes + min(self.tokens * TOKEN_BYTES, MAX_LEXER_STATES * STATE_BYTES)
+        return self.compiled_bytes + min(self.tokens * TOKEN_BYTES, limits.MAX_LEXER_STATES * STATE_BYTES)
 
 
 class TriggerWatch:
@@ -283,11 +276,12 @@ class GrammarCompiler:
                     if "NoExtension" in reason:
                         break  # these tokens lead nowhere; others may not
                     raise InvalidRequest(f"{field}: too complex to be followed: {reason}", field)
-                if mask_ms > MAX_MASK_MS:
+                if mask_ms > limits.MAX_MASK_MS:
                     again = matcher.deep_copy()
                     again.consume_tokens(tokens)
                     mask_ms = min(mask_ms, _time_mask(again)[1])
-                check(mask_ms, MAX_MASK_MS, "ms a mask", field, "use fewer alternatives and repetitions")
+                advice = "use fewer alternatives and repetitions"
+                limits.check(mask_ms, limits.MAX_MASK_MS, "ms a mask", field, advice)
                 allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
                 if not len(allowed) or answer.is_stopped():
                     break
@@ -327,13 +321,13 @@ def _run_on_large_stack(task: Callable[[], Result], guard: Guard) -> Result:
 def _check_size(spec: ConstraintSpec) -> None:
     """Raise InvalidRequest for a source that is too long, too deep, or has too many rules."""
     field = spec.field
-    check(len(spec.source), MAX_SOURCE, "characters", field)
-    if count_nesting(spec.source) > MAX_NESTING:  # before native code reads it
-        raise InvalidRequest(f"{field}: nested deeper than {MAX_NESTING}", field)
+    limits.check(len(spec.source), limits.MAX_SOURCE, "characters", field)
+    if count_nesting(spec.source) > limits.MAX_NESTING:  # before native code reads it
+        raise InvalidRequest(f"{field}: nested deeper than {limits.MAX_NESTING}", field)
     if spec.kind is ConstraintKind.GRAMMAR:
         bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
         rules = bare.count("::=") + bare.replace("::=", "").count(":")  # at most
-        check(rules, MAX_RULES, "rules", field)
+        limits.check(rules, limits.MAX_RULES, "rules", field)
 
 
 def to_llguidance(spec: ConstraintSpec) -> str:

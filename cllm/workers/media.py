@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 from PIL import Image, ImageOps
 
+from cllm import limits
 from cllm.backend.llama.fingerprint import sample_digest, state_fingerprint
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.media import MediaEncoder, MediaPrompt, Picture, Sound
@@ -35,15 +36,6 @@ from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, get_cache_fol
 from cllm.core.kv_cache.prefix_index import CachedPrefix
 from cllm.core.kv_cache.tiers import Entry
 from cllm.errors import CllmError, InvalidRequest, NotSupported, StorageFailed
-from cllm.limits import (
-    MAX_FETCH_S,
-    MAX_PICTURE_BYTES,
-    MAX_PICTURES,
-    MAX_PIXELS,
-    MAX_ROW_BYTES,
-    MAX_SOUND_S,
-    check,
-)
 from cllm.messages import EncodedMedia, EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.names import is_address
 from cllm.types import Failure, Prompt, TokenBound
@@ -157,7 +149,7 @@ class MediaWorker:
         try:
             if not isinstance(task, EncodeMedia):
                 raise NotSupported("the media worker takes pictures only")
-            check(len(task.pictures), MAX_PICTURES, "pictures", "messages", "send fewer")
+            limits.check(len(task.pictures), limits.MAX_PICTURES, "pictures", "messages", "send fewer")
             if task.forget:
                 with self._lock:
                     self._cache.clear()
@@ -168,14 +160,16 @@ class MediaWorker:
     def _encode(self, task: EncodeMedia) -> EncodedMedia:
         prompts: list[Prompt] = []
         rows: dict[str, bytes] = {}
-        encoded, size, deadline = 0, 0, time.monotonic() + MAX_FETCH_S
+        encoded, size, deadline = 0, 0, time.monotonic() + limits.MAX_FETCH_S
         for begin in range(0, len(task.pictures), MEDIA_AT_ONCE):  # what waits is in memory
             given = enumerate(task.pictures[begin : begin + MEDIA_AT_ONCE], begin + 1)
             for future, new in [self._start(task, each, number, deadline) for number, each in given]:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
-                check(size, MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures")
+                limits.check(
+                    size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures"
+                )
                 rows |= found.rows
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
@@ -247,7 +241,7 @@ class MediaWorker:
             return decode_picture(data, number)
         sound = self._encoder.decode_sound(data)
         seconds = len(sound.samples) // self._encoder.sample_rate
-        check(seconds, MAX_SOUND_S, "seconds of sound", "messages", "send a shorter one")
+        limits.check(seconds, limits.MAX_SOUND_S, "seconds of sound", "messages", "send a shorter one")
         return sound
 
 
@@ -255,7 +249,13 @@ def read_file(given: str, number: int) -> bytes:
     """The bytes of a picture in base64. Raises InvalidRequest for bad base64, and for too many or none."""
     if is_address(given):
         raise InvalidRequest(f"picture {number} {REMOTE}", "messages")
-    check(len(given) * 3 // 4 - 2, MAX_PICTURE_BYTES, "bytes of a picture", "messages", "send a smaller one")
+    limits.check(
+        len(given) * 3 // 4 - 2,
+        limits.MAX_PICTURE_BYTES,
+        "bytes of a picture",
+        "messages",
+        "send a smaller one",
+    )
     try:
         data = base64.b64decode("".join(given.split()), validate=True)
     except (binascii.Error, ValueError):
@@ -279,7 +279,7 @@ def decode_picture(data: bytes, number: int = 1) -> Picture:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             pixels = opened.width * opened.height
-            check(pixels, MAX_PIXELS, "pixels", "messages", "send a smaller picture")
+            limits.check(pixels, limits.MAX_PIXELS, "pixels", "messages", "send a smaller picture")
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except InvalidRequest:
         raise

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
+from cllm.backend.llama.gguf import TABLES
 from cllm.backend.llama.placement import asked_layers
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
@@ -27,23 +28,12 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         model=config.draft_model,
-        draft="off",
-        draft_model="",
-        mmproj="",
-        alias="",
-        chat_template="",
-        pooling="",
         parallel=SLOTS,
-        slots=0,
         ctx_size=SLOTS * request_tokens,
-        max_request_tokens=0,
-        unified_kv=False,
         gpu_layers=0 if asked_layers(config) == 0 else "all",
-        split_mode="none",
-        tensor_split="",
-        n_cpu_moe=0,
         override_tensor=(),
         override_kv=(),
+        **TABLES["draft_model"],
     )
 
 

@@ -272,9 +272,7 @@ class _Cursor:
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY:
-            return self._array()
-        return self.scalar(_SCALARS[kind])
+        return self._array() if kind == _ARRAY else self.scalar(_SCALARS[kind])
 
     def _array(self) -> list[Any] | range:
         """The elements; of an array that is too long to be kept, its indices."""

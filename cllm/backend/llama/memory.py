@@ -27,14 +27,7 @@ from cllm.backend.llama.placement import (
     list_devices,
     mib,
 )
-from cllm.config import (
-    GPU_BATCH_TOKENS,
-    GPU_TARGET_ITL_MS,
-    TARGET_ITL_MS,
-    EngineConfig,
-    get_cache_ram_mb,
-    settle_itl,
-)
+from cllm.config import GPU_BATCH_TOKENS, EngineConfig, get_cache_ram_mb, settle_itl
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.process import read_available_memory
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
@@ -308,7 +301,7 @@ class MemoryFit:
         """The configuration with what was chosen."""
         placed = self.placement
         return msgspec.structs.replace(
-            settle_itl(config, GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
+            settle_itl(config, on_gpus=placed.complete),
             parallel=self.parallel,
             ctx_size=self.cells,
             batch_tokens=self._config.batch_tokens,

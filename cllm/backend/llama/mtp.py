@@ -80,10 +80,8 @@ class MtpContext(LlamaContext):
     ) -> None:
         super().__init__(library, model, config, target.deferred_frees, target=target)
         self._target, self._width = target, int(self.api.llama_model_n_embd_out(model.pointer))
-        for context in (
-            self,
-            target,
-        ):  # of every token: of those with output alone, the head's rows are wrong
+        # Of every token: of those with output alone, the head's rows are wrong.
+        for context in (self, target):
             self.api.llama_set_embeddings_nextn(context.pointer, True, False)
         self._zeros = np.zeros(self._width, np.float32)
         self._slots = [_Slot(self._zeros) for _ in range(self.limits.sequences)]
