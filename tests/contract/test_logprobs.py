@@ -13,7 +13,7 @@ import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.runner import LlamaRunner
-from cllm.core import scheduler
+from cllm.core import prefill_budget
 from cllm.types import SamplingParams, TokenLogprob
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import NATIVE, open_runner
@@ -105,7 +105,7 @@ def test_prompt_logprobs_are_the_models_own(
     runner: LlamaRunner, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three prompts at once, computed in chunks; against llama.cpp's logits after each token alone."""
-    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 11 * VOCABULARY)
+    monkeypatch.setattr(prefill_budget, "SCORED_LOGITS", 11 * VOCABULARY)
     driver = StepDriver(runner, cache_mb=8)
     prompts = [words(seed, length) for seed, length in ((0, 7), (1, 40), (1, 33))]
     requests = [

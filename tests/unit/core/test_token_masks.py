@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core import scheduler, token_masks
+from cllm.core import prefill_budget, token_masks
 from cllm.core.sequence import Sequence
 from cllm.core.stopping import ReasoningBudget, Stopping
 from cllm.testing.scripted import END_TOKEN, next_token
@@ -204,7 +204,7 @@ def test_each_sequence_pays_for_its_own_mask(monkeypatch: pytest.MonkeyPatch) ->
 def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
     max_tokens: int, length: int, sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 258 * 17)
+    monkeypatch.setattr(prefill_budget, "SCORED_LOGITS", 258 * 17)
     prompt = list(b"It ")[:length]
     while len(prompt) < length:  # some tokens are what the model would have said
         prompt.append(next_token(prompt, ends=False) if len(prompt) % 3 else len(prompt) % 90)
@@ -228,7 +228,7 @@ def test_prompt_logprobs_come_once_and_are_those_of_the_prompt(
 
 
 def test_scored_tokens_are_spelled_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 258 * 20)
+    monkeypatch.setattr(prefill_budget, "SCORED_LOGITS", 258 * 20)
     driver = StepDriver(FakeRunner(sequences=1, cells=1024))
     spelled: list[int] = []
     piece = driver.runner.vocabulary.piece
