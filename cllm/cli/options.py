@@ -86,7 +86,7 @@ def _description(param: Any) -> Text:
     text = Text(param.help or "")
     switch = param.secondary_opts and param.default is not None
     default = ("off", "on")[param.default] if switch else param.default
-    if param.show_default and default not in ("", None) and default is not False:
+    if param.show_default and default not in ("", None, ()) and default is not False:
         text.append(f" [{default}]", style="dim")
     return text
 
