@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from bench.command import conclude, make_parser, run_command
@@ -38,8 +39,13 @@ from bench.report import Spread, Table
 from bench.wire import OpenAIApi, Post
 from bench.workloads import BenchRequest, GroupPlan, Plan, Session
 from bench.workloads.text import words
+from cllm.adapters import Adapter, join_key
+from cllm.backend.base import Batch
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.build import find_built
+from cllm.config import EngineConfig
 from cllm.errors import SetupError
+from tests.driver.runner import row
 from tests.tiny_models import make_adapter
 
 ADAPTERS, USERS, CELLS = 4, 8, 1024
@@ -153,6 +159,29 @@ def measure(servers: Sequence[RunningPeer], rounds: int, requests: int, output: 
     return Measured(loads)
 
 
+def show_switches(model: Path, files: Sequence[Path], threads: int) -> str:
+    """Milliseconds of the first two steps of turns: with llama.cpp's graphs kept, and planned anew."""
+    config = EngineConfig(model=str(model), parallel=USERS, ctx_size=USERS * CELLS, threads=threads)
+    runner, lines = LlamaRunner(config), []
+    try:
+        adapters = [runner.check_adapter(Adapter(name=file.stem, file=str(file))) for file in files[:2]]
+        for adapter in adapters:
+            runner.load_adapter(adapter)
+        keys, plans = [join_key([(each.digest, 1.0)]) for each in adapters], runner._adapters._plans
+        for label, runner._adapters._plans in (("kept", plans), ("planned anew", None)) * 3:
+            steps: tuple[list[float], list[float]] = ([], [])
+            for turn in range(12):
+                for times in steps:
+                    rows = (row(runner, seq_id, [turn], 1) for seq_id in range(2))
+                    result = runner.run(Batch(tuple(rows), adapter=keys[turn % 2]))
+                    times.append(1e3 * result.compute_s)
+            first, second = map(median, steps)
+            lines.append(f"graphs {label}: first step of a turn {first:.1f} ms, second {second:.1f} ms")
+    finally:
+        runner.close()
+    return "\n".join(lines)
+
+
 def run(
     model: Path | None = None,
     threads: int = 0,
@@ -163,6 +192,7 @@ def run(
     requests: int = 2,
     output: int = 64,
     rank: int = 16,
+    switches: bool = False,
 ) -> int:
     """0 if the bars hold, else 1."""
     settings = ServerSettings(model or embedded_model(), USERS, USERS * CELLS, threads)
@@ -176,6 +206,9 @@ def run(
             for seed in range(ADAPTERS)
         ]
         flags = [word for path in made for word in ("--adapter", f"a{path.stem}={path}")]
+        if switches:
+            print(show_switches(settings.model or embedded_model(), made, threads))
+            return 0
         peers = [cllm_peer(settings, None, api, flags)]
         if peer and peer.is_file():
             more = ("--lora", ",".join(map(str, made)))
@@ -198,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         requests=(2, "of each of eight users in a round"),
         output=(64, "tokens of an answer, a quarter more or less"),
         rank=(16, "of the random adapters"),
+        switches=(False, "only what a change of adapters costs, without servers"),
     )
     return run_command(parser, arguments, run)
 
