@@ -213,17 +213,14 @@ class MemoryFit:
         of the work.
         """
         place, total, experts = self._placer.place, self._placer.total, 0
+        fits = partial(self._fits, parallel, share, host=False)
         if self._placer.chooses_experts:
-            fits = partial(self._fits, parallel, share, host=False)
             experts = bisect(range(total), True, key=lambda count: fits(place(total, count)))
             if experts < total:
                 return place(total, experts)
-        layers = bisect(
-            range(1, total + 1),
-            True,
-            key=lambda count: not self._fits(parallel, share, place(count, experts - 1), host=False),
-        )
-        return place(layers, max(0, experts - 1))
+            experts -= 1  # of all layers but the output
+        layers = bisect(range(1, total + 1), True, key=lambda count: not fits(place(count, experts)))
+        return place(layers, experts)
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""

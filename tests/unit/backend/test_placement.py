@@ -104,6 +104,8 @@ class MadeUpCards(DryLoad):
     """Sums of that model as llama.cpp would give them, on cards that are not there."""
 
     def measure(self, config: EngineConfig) -> dict[str, Sizes]:
+        # The process that measures checks what it is sent.
+        config = msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig)
         model: dict[str, float] = defaultdict(float, host=TABLE)
         kv: dict[str, float] = defaultdict(float)
         cells = config.ctx_size * max(config.slots, config.parallel) // config.parallel
