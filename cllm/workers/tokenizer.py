@@ -153,11 +153,14 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
 
 
 def limit_memory() -> None:
-    """Let hostile input end this process, but not take all of the machine's memory."""
+    """Let hostile input end this process, but not take all of the machine's memory.
+
+    What may be written counts. A GPU's kernels reserve addresses for far more than they use.
+    """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
         limit = pages * resource.getpagesize() + MAX_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     except (OSError, ValueError):
         pass  # the system does not support it
 
