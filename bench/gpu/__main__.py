@@ -200,7 +200,7 @@ def main(
     if mtp:
         heads.run(vocabulary, mtp, folder, rounds, output)
         return
-    for name in model or list(models.SIZES):
+    for name in model or list(STREAMS):
         path = folder / f"random-{name}.gguf"
         if not path.exists():
             started = time.monotonic()

@@ -24,13 +24,18 @@ class Size(NamedTuple):
     heads: int
     tied: bool  # the output matrix is the token table
     type: gguf.GGMLQuantizationType
+    experts: int = 0  # then `feed_forward` is the width of one of them
 
     def __str__(self) -> str:
         return f"{self.layers} layers of {self.width}, {self.type.name}"
 
 
-SIZES = {"0.6B": Size(28, 1024, 3072, 16, True, Q.Q8_0), "8B": Size(36, 4096, 12288, 32, False, Q.Q4_0)}
-KEY_VALUE_HEADS, HEAD_WIDTH, CONTEXT = 8, 128, 40960
+SIZES = {
+    "0.6B": Size(28, 1024, 3072, 16, True, Q.Q8_0),
+    "8B": Size(36, 4096, 12288, 32, False, Q.Q4_0),
+    "MoE": Size(24, 2048, 768, 16, False, Q.Q4_0, 96),
+}
+KEY_VALUE_HEADS, HEAD_WIDTH, CONTEXT, EXPERTS_USED = 8, 128, 40960, 8
 
 
 class _Weights:
@@ -59,8 +64,12 @@ def make(path: Path, name: str, vocabulary: Path) -> Path:
     fields = gguf.GGUFReader(vocabulary).fields.values()
     copied = {field.name: field for field in fields if field.name.startswith("tokenizer.")}
     tokens = len(copied["tokenizer.ggml.tokens"].data)
-    writer = gguf.GGUFWriter(path, "qwen3")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if size.experts else "qwen3")
     writer.add_name(f"random Qwen3 {name}")
+    if size.experts:
+        writer.add_expert_count(size.experts)
+        writer.add_expert_used_count(EXPERTS_USED)
+        writer.add_expert_feed_forward_length(size.feed_forward)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(size.width)
     writer.add_block_count(size.layers)
@@ -86,8 +95,10 @@ def make(path: Path, name: str, vocabulary: Path) -> Path:
 def _add_tensors(writer: gguf.GGUFWriter, size: Size, tokens: int) -> None:
     weights = _Weights(size.type)
 
-    def matrix(tensor: str, rows: int, columns: int) -> None:
-        writer.add_tensor(f"{tensor}.weight", weights.matrix(rows, columns), raw_dtype=size.type)
+    def matrix(tensor: str, rows: int, columns: int, copies: int = 0) -> None:
+        found = weights.matrix(rows * (copies or 1), columns)
+        shape = (copies, rows, found.shape[-1]) if copies else found.shape
+        writer.add_tensor(f"{tensor}.weight", found.reshape(shape), raw_dtype=size.type)
 
     def norm(tensor: str, width: int) -> None:
         writer.add_tensor(f"{tensor}.weight", np.ones(width, np.float32))
@@ -107,6 +118,9 @@ def _add_tensors(writer: gguf.GGUFWriter, size: Size, tokens: int) -> None:
         matrix(f"{block}attn_k", keys, size.width)
         matrix(f"{block}attn_v", keys, size.width)
         matrix(f"{block}attn_output", size.width, size.heads * HEAD_WIDTH)
-        matrix(f"{block}ffn_gate", size.feed_forward, size.width)
-        matrix(f"{block}ffn_up", size.feed_forward, size.width)
-        matrix(f"{block}ffn_down", size.width, size.feed_forward)
+        kind, copies = ("_exps", size.experts) if size.experts else ("", 0)
+        matrix(f"{block}ffn_gate{kind}", size.feed_forward, size.width, copies)
+        matrix(f"{block}ffn_up{kind}", size.feed_forward, size.width, copies)
+        matrix(f"{block}ffn_down{kind}", size.width, size.feed_forward, copies)
+        if copies:
+            writer.add_tensor(f"{block}ffn_gate_inp.weight", np.ones((copies, size.width), np.float32))
