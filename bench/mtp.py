@@ -1,5 +1,7 @@
 """`python -m bench.mtp VOCABULARY`: drafts by a model's own head (MTP) on and off, in one server, in turns.
 
+Beside it llama-server with its own drafts by the head (`--spec-type draft-mtp`), if there is one.
+
 The model's attention and feed-forward network are computed and add nothing, so the next token is a function
 of the last one. Its head passes the embedding on and has a token table of its own, where a part of the rows
 is another token's: of those it is wrong. On a GPU: `sh FOLDER/measure.sh OUT --mtp 24x1024 --mtp 36x4096`.
@@ -19,7 +21,7 @@ import typer
 
 from bench.gpu.models import CONTEXT, HEAD_WIDTH, KEY_VALUE_HEADS, Q, _Weights
 from bench.load import run_load
-from bench.peers import ServerSettings, cllm_peer, log_folder, running
+from bench.peers import ServerSettings, cllm_peer, llama_server_peer, log_folder, running
 from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, single_requests
 from bench.workloads.text import words
@@ -98,44 +100,60 @@ def make(path: Path, layers: int, width: int, right: float, vocabulary: Path) ->
     return path
 
 
-def measure(model: Path, rounds: int, output: int, threads: int = 0, logs: Path | None = None) -> None:
-    """Print tokens per second with drafts over those without, for each number of streams."""
+def measure(
+    model: Path,
+    rounds: int,
+    output: int,
+    threads: int = 0,
+    logs: Path | None = None,
+    llama_server: Path | None = None,
+) -> None:
+    """Print tokens per second with drafts over those without, and over llama-server's, by streams."""
     settings = ServerSettings(model, max(STREAMS), max(STREAMS) * CELLS, threads)
     peer = cllm_peer(settings, None, OpenAIApi(), ("--draft", "mtp"))
-    apis = {"on": OpenAIApi(), "off": OpenAIApi(speculate=False)}
     with ExitStack() as stack, log_folder(logs) as folder:
         server = stack.enter_context(running(peer, folder / "mtp.log"))
+        plain = replace(server, peer=replace(peer, api=OpenAIApi(speculate=False)))
+        servers = {"on": server, "off": plain}
+        if llama_server is not None:
+            other = llama_server_peer(settings, llama_server, more=("--spec-type", "draft-mtp"))
+            servers["llama-server"] = stack.enter_context(running(other, folder / "llama-server.log"))
         for streams in STREAMS:
-            rates: dict[str, list[float]] = {"on": [], "off": []}
+            rates: dict[str, list[float]] = {label: [] for label in servers}
             for number in range(-1, rounds):  # the first one warms up
-                for label in sorted(apis, reverse=number % 2 == 1):
-                    texts = (
-                        words(f"{label} {streams} {number} {each}", PROMPT_WORDS) for each in range(streams)
-                    )
-                    requests = [BenchRequest(text, output, 0.0) for text in texts]
-                    used = replace(server, peer=replace(peer, api=apis[label]))
-                    load = run_load(used.address, used.peer.api, single_requests("mtp", requests, streams))
+                texts = [words(f"{streams} {number} {each}", PROMPT_WORDS) for each in range(streams)]
+                for label in sorted(servers, reverse=number % 2 == 1):
+                    # Not the same text, or it would be cached; the head is as often right about both.
+                    asked = [BenchRequest(f"{label} {text}", output, 0.0) for text in texts]
+                    used = servers[label]
+                    load = run_load(used.address, used.peer.api, single_requests("mtp", asked, streams))
                     assert not load.errors, load.errors[0]
                     if number >= 0:
                         rates[label].append(load.tokens_per_second)
-            ratios = sorted(on / off for on, off in zip(rates["on"], rates["off"], strict=True))
-            on, off = median(rates["on"]), median(rates["off"])
-            spread = f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
-            print(f"{model.stem}, {streams} streams: {on:.1f} of {off:.1f} tokens/s, {spread}", flush=True)
+            shown = f"{model.stem}, {streams} streams: {median(rates['on']):.1f} tokens/s"
+            for label in list(servers)[1:]:
+                ratios = sorted(on / off for on, off in zip(rates["on"], rates[label], strict=True))
+                spread = f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
+                shown += f"; {label} {median(rates[label]):.1f}, {spread}"
+            print(shown, flush=True)
 
 
-def run(vocabulary: Path, sizes: list[str], folder: Path, rounds: int, output: int, threads: int = 0) -> None:
+def run(
+    vocabulary: Path,
+    sizes: list[str],
+    folder: Path,
+    rounds: int,
+    output: int,
+    threads: int = 0,
+    llama_server: Path | None = None,
+) -> None:
     """Make and measure models of these sizes, LAYERSxWIDTH, with heads that are right for 0.6 and 0.8."""
     for size in sizes:
         layers, width = map(int, size.split("x"))
         for right in (0.8, 0.6):
             path = folder / f"mtp-{size}-{right}.gguf"
-            measure(
-                path if path.exists() else make(path, layers, width, right, vocabulary),
-                rounds,
-                output,
-                threads,
-            )
+            made = path if path.exists() else make(path, layers, width, right, vocabulary)
+            measure(made, rounds, output, threads, llama_server=llama_server)
 
 
 def main(
@@ -145,8 +163,9 @@ def main(
     rounds: Annotated[int, typer.Option()] = 3,
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = 256,
     threads: Annotated[int, typer.Option()] = 0,
+    llama_server: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    run(vocabulary, size or ["24x1024"], folder, rounds, output, threads)
+    run(vocabulary, size or ["24x1024"], folder, rounds, output, threads, llama_server)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     table = Table(out / "rows.jsonl")
     if mtp:
-        heads.run(vocabulary, mtp, folder, rounds, output)
+        heads.run(vocabulary, mtp, folder, rounds, output, llama_server=llama_server)
         return
     for name in model or list(STREAMS):
         path = folder / f"random-{name}.gguf"
