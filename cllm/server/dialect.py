@@ -58,7 +58,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any  # an example, or the struct that one is made of. None: it only streams
     events: bytes = b""  # an example of a stream
     lines: bytes = b""  # the same, where a stream is lines of JSON
-    computes: bool = False  # the request goes through the queue
+    computes: str = ""  # what the queue is asked for: an operation of the GenAI conventions
     several: bool = False  # it answers several prompts with a list
     shown: bool = True  # in the documentation
 
@@ -156,6 +156,7 @@ def respond(scope: Scope, error: Exception) -> Response:
         log.exception("unexpected error in %r", scope["path"], exc_info=error)
         error = HttpError(500, "internal_error", INTERNAL)
     dialect: Dialect = scope["state"]["dialect"]
+    scope["state"]["error"] = error.code
     if scope["state"].get("streaming"):
         return Response(dialect.frame_error(error), media_type=EVENTS)
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}

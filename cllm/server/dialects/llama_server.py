@@ -350,7 +350,9 @@ async def complete(
 _EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.COMPLETION_EXAMPLE)
 
 
-@llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post(
+    "/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes="text_completion", several=True
+)
 @llama_server.post("/completions", shown=False)
 async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
@@ -367,7 +369,9 @@ async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any
     return await complete(engine, body, http, inputs, texts, rows)
 
 
-@llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post(
+    "/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes="text_completion", several=True
+)
 async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
     engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

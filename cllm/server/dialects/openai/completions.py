@@ -203,7 +203,9 @@ def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLog
     return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
 
 
-@openai.post("/v1/completions", events=encode(*read_examples(CompletionResponse)) + DONE, computes=True)
+@openai.post(
+    "/v1/completions", events=encode(*read_examples(CompletionResponse)) + DONE, computes="text_completion"
+)
 async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResponse | Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
