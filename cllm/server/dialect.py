@@ -22,6 +22,7 @@ from cllm.server.body import Body, read_body
 
 log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+TEXT = "text_completion"  # an operation of the GenAI conventions
 INTERNAL = "an internal error occurred: the server's log has the details"
 _CODES = tomllib.loads(Path(__file__).with_name("statuses.toml").read_text(encoding="utf-8"))
 STATUS: dict[type[Exception], int] = {getattr(errors, name): code for name, code in _CODES.items()}

@@ -24,7 +24,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.files import HubReference, parse_hub
 from cllm.server.body import run_in_turn
-from cllm.server.dialect import NDJSON, Dialect, encode_line
+from cllm.server.dialect import NDJSON, TEXT, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import RAW, check_embeds, embed, encode_entries, to_vector
@@ -231,9 +231,7 @@ async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> shapes.AnswerP
     return await _answer(http, body, asked=bool(body.messages))
 
 
-@ollama.post(
-    "/api/generate", shapes.GENERATE_EXAMPLE, lines=shapes.GENERATE_LINES, computes="text_completion"
-)
+@ollama.post("/api/generate", shapes.GENERATE_EXAMPLE, lines=shapes.GENERATE_LINES, computes=TEXT)
 async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> shapes.AnswerPart | Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, asked=bool(body.prompt or body.suffix))
