@@ -42,7 +42,6 @@ from cllm.process import configure_logging, new_event_loop
 from cllm.server.app import check_defaults, read_defaults
 from cllm.server.keys import KeyRing
 from cllm.server.serve import Listeners, bind, make_tls, serve
-from cllm.server.tracing import import_exporter
 from cllm.workers.executor import ProcessExecutor
 
 CLUSTER_WORKER = "cllm.cluster.cluster_worker"
@@ -69,6 +68,8 @@ def run(config: Config, more: Sequence[str] = ()) -> None:
     KeyRing(config.server.api_keys, config.server.api_key)
     make_tls(config.server)
     if config.server.otlp_endpoint:
+        from cllm.server.tracing import import_exporter
+
         import_exporter()
     models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:

@@ -25,7 +25,6 @@ from cllm.server.connection import GuardedConnection, ReadTurns, limit_connectio
 from cllm.server.job_store import JobStore, find_folder
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
-from cllm.server.tracing import Tracer
 from cllm.types import Health
 
 log = logging.getLogger(__name__)
@@ -129,7 +128,6 @@ async def serve(
     registry: EngineRegistry, config: ServerConfig, listeners: Listeners, announce: Callable[[str], None]
 ) -> None:
     """Load and serve until a signal ends it. Raises the error that keeps a model from loading."""
-    tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
     keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)
     if not keys.closed and not is_loopback(config.host):
         reach = "every client that reaches %s can use this server (--api-keys; see SECURITY.md)"
@@ -138,7 +136,11 @@ async def serve(
     registry.set_tenants(keys.tenants)
     app = create_app(registry, config, keys, find_folder(config))
     jobs: JobStore = app.state.jobs
-    if tracer is not None:
+    tracer = None
+    if config.otlp_endpoint:
+        from cllm.server.tracing import Tracer
+
+        tracer = Tracer(config.otlp_endpoint)
         app.add_middleware(tracer.wrap)
     try:
         await asyncio.to_thread(jobs.open)
