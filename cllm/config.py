@@ -20,6 +20,7 @@ from cllm.limits import MAX_RECONNECT_S
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
+HTTP_URL = r"^(https?://\S+)?$(?#http:// or https://)"
 POOLING = "^(mean|cls|last|rank|none)?$"
 LAYERS = "^(auto|all)$(?#a whole number of at least -1, all or auto)"
 MODES = "^(none|layer|row|tensor)$"
@@ -198,6 +199,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 18081
     log_level: Annotated[str, Meta(pattern=LEVELS)] = "info"
+    otlp_endpoint: Annotated[str, Meta(pattern=HTTP_URL)] = ""
     queue_size: Annotated[int, Meta(ge=1)] = 1024
     queue_tokens: Annotated[int, Meta(ge=0)] = 1 << 20
     max_timeout_s: Annotated[float, Meta(ge=0)] = 600.0

@@ -30,7 +30,7 @@ def configure_logging(level: str) -> None:
     handler.setFormatter(VisibleFormatter(FORMAT))
     logging.basicConfig(handlers=[handler], level=number, force=True)
     # Verbose at debug level, of no use to an operator.
-    for noisy in ("asyncio", "httpx", "httpcore", "multipart"):
+    for noisy in ("asyncio", "httpx", "httpcore", "multipart", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

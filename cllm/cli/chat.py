@@ -56,21 +56,18 @@ def chat_command(
         raise SetupError(f"--think {think}: there are on, off and hide")
     if not (interactive or question):
         raise SetupError("there is no question: standard input is empty")
-    try:
-        with closing(open_source(model, url, config, _report, local=local)) as source:
-            transcript = Transcript(system=system, think=think)  # type: ignore[arg-type]
-            for path in image:
-                transcript.show(path)
-            dialog = Dialog(source, transcript, screen)
-            if interactive:
-                from cllm.cli.chat_commands import ChatLoop  # prompt_toolkit comes along
+    with closing(open_source(model, url, config, _report, local=local)) as source:
+        transcript = Transcript(system=system, think=think)  # type: ignore[arg-type]
+        for path in image:
+            transcript.show(path)
+        dialog = Dialog(source, transcript, screen)
+        if interactive:
+            from cllm.cli.chat_commands import ChatLoop  # prompt_toolkit comes along
 
-                state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-                ChatLoop(dialog, Path(state, "cllm", "chat_history").expanduser()).run()
-            else:
-                _answer_once(dialog, question)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+            state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+            ChatLoop(dialog, Path(state, "cllm", "chat_history").expanduser()).run()
+        else:
+            _answer_once(dialog, question)
 
 
 def _report(text: str) -> None:
@@ -132,11 +129,8 @@ def run_command(
         raise SetupError('there is no prompt: say `cllm run "…"`, or give it on standard input')
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     config = EngineConfig(model=model, parallel=1, threads=threads, offline=offline)
-    try:
-        with closing(open_source(model, url, config, _report, local=local)) as source:
-            transcript = Transcript(settings=settings, raw=raw or source.is_base)
-            for path in image:
-                transcript.show(path)
-            _answer_once(Dialog(source, transcript, Screen()), text)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with closing(open_source(model, url, config, _report, local=local)) as source:
+        transcript = Transcript(settings=settings, raw=raw or source.is_base)
+        for path in image:
+            transcript.show(path)
+        _answer_once(Dialog(source, transcript, Screen()), text)

@@ -78,6 +78,8 @@ class Commands(TyperGroup):
         except CllmError as error:
             answers = ctx.invoked_subcommand in ("run", "chat") and not isinstance(error, SetupError)
             raise fail(error, 1 if answers else 2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
         except typer.BadParameter as error:
             wanted = [_NUMBERS[words] for words in _NUMBERS if words in error.message]
             error.message = f"expected {wanted[0]}" if wanted else error.message

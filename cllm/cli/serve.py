@@ -67,6 +67,10 @@ def run(config: Config, more: Sequence[str] = ()) -> None:
     read_defaults(config.server.defaults)  # what is wrong is refused before anything is loaded
     KeyRing(config.server.api_keys, config.server.api_key)
     make_tls(config.server)
+    if config.server.otlp_endpoint:
+        from cllm.server.tracing import import_exporter
+
+        import_exporter()
     models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:
         if is_several(models, config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,8 @@ import msgspec
 from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.messages import EncodeMedia, TokenizerAnswer, TokenizerTask
+from cllm.frontend.request_queue import TRACE
+from cllm.messages import Detokenize, EncodeMedia, TokenizerAnswer, TokenizerTask
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Prompt, Request, RequestOutput
 
 WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
@@ -23,6 +25,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
 _replace = msgspec.structs.replace
+_CALLS: dict[type, str] = {Detokenize: "detokenize", EncodeMedia: "encode_media"}
 
 
 def loaded(engine: EngineClient) -> tuple[ModelInfo, Limits]:
@@ -49,7 +52,7 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
     Raises InvalidRequest, TokenizerBusy, EngineDied; ClientGone where the `CALLER` leaves meanwhile.
     """
     caller = CALLER.get(Caller())
-    worker = engine.tokenizer
+    worker, began = engine.tokenizer, time.monotonic()
     if isinstance(task, EncodeMedia):
         assert engine.media is not None, "only a model with an mmproj is sent pictures"
         worker = engine.media
@@ -72,6 +75,9 @@ async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[An
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
         raise
+    finally:
+        if (trace := TRACE.get()) is not None:
+            trace.calls.append((_CALLS.get(type(task), "tokenize"), began, time.monotonic()))
     assert isinstance(answer, kind)
     return answer
 

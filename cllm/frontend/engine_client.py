@@ -22,7 +22,7 @@ from cllm import errors, messages, types
 from cllm.frontend.engine_adapters import EngineAdapters
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
+from cllm.frontend.request_queue import TRACE, RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import Tenants
 from cllm.workers.executor import ProcessExecutor, settle
 from cllm.workers.supervisor import Backoff
@@ -170,6 +170,9 @@ class EngineClient:
             self.metrics.refused.labels(error.code).inc()
             raise
         self.metrics.accepted.inc()
+        if (trace := TRACE.get()) is not None and trace.open:
+            trace.open += 1
+            state.trace = trace
         if state.timeout_s is not None and state.timeout_s < math.inf:
             assert self._loop is not None
             state.deadline = self._loop.call_later(state.timeout_s, self._time_out, state)
@@ -409,4 +412,7 @@ class EngineClient:
         if state.deadline is not None:
             state.deadline.cancel()
         self.metrics.ended(state, output, now)
+        if state.trace is not None:
+            state.trace.requests.append((state, output, now))
+            state.trace.close()
         state.stream.push(output)

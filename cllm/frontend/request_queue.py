@@ -10,7 +10,8 @@ import heapq
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -18,7 +19,7 @@ from itertools import islice
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.tenants import DrainRate, Tenant, Tenants
-from cllm.types import Limits, Request
+from cllm.types import Limits, Request, RequestOutput
 from cllm.workers.supervisor import ResumableRequest
 
 MAX_EMBEDDING_REQUESTS = 16  # in the engine at a time
@@ -50,6 +51,29 @@ class RequestState(ResumableRequest):
     dispatched: float | None = None  # the first time, if it has begun
     first_token: float | None = None
     last_token: float | None = None
+    trace: Trace | None = None  # of the HTTP request it is a part of
+
+
+class Trace:
+    """The times of an HTTP request and of its parts. `export` is called once, when these have ended."""
+
+    def __init__(self, export: Callable[[Trace], object]) -> None:
+        self.began, self.ended = time.monotonic(), 0.0
+        self.calls: list[tuple[str, float, float]] = []  # of the tokenizer: name, begin, end
+        self.requests: list[tuple[RequestState, RequestOutput, float]] = []  # the ended ones
+        self.open = 1  # the response, and requests that have not ended
+        self._export = export
+
+    def close(self) -> None:
+        """One of the parts has ended."""
+        self.open -= 1
+        if not self.open:
+            self.ended = time.monotonic()
+            self._export(self)
+
+
+TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
+"""The trace of the HTTP request that this context serves, if it has one."""
 
 
 class RequestQueue:

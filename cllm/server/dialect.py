@@ -22,6 +22,7 @@ from cllm.server.body import Body, read_body
 
 log = logging.getLogger(__name__)
 JSON, EVENTS, NDJSON, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+TEXT = "text_completion"  # an operation of the GenAI conventions
 INTERNAL = "an internal error occurred: the server's log has the details"
 _CODES = tomllib.loads(Path(__file__).with_name("statuses.toml").read_text(encoding="utf-8"))
 STATUS: dict[type[Exception], int] = {getattr(errors, name): code for name, code in _CODES.items()}
@@ -58,7 +59,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any  # an example, or the struct that one is made of. None: it only streams
     events: bytes = b""  # an example of a stream
     lines: bytes = b""  # the same, where a stream is lines of JSON
-    computes: bool = False  # the request goes through the queue
+    computes: str = ""  # what the queue is asked for: an operation of the GenAI conventions
     several: bool = False  # it answers several prompts with a list
     shown: bool = True  # in the documentation
 
@@ -156,6 +157,7 @@ def respond(scope: Scope, error: Exception) -> Response:
         log.exception("unexpected error in %r", scope["path"], exc_info=error)
         error = HttpError(500, "internal_error", INTERNAL)
     dialect: Dialect = scope["state"]["dialect"]
+    scope["state"]["error"] = error.code
     if scope["state"].get("streaming"):
         return Response(dialect.frame_error(error), media_type=EVENTS)
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}

@@ -108,6 +108,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 if state.get("streaming"):
                     return  # the head of the stream was sent while its model was loaded
+                state["status"] = message["status"]
                 position = state.get("queue_position")
                 if position is not None:
                     MutableHeaders(scope=message)["X-Queue-Position"] = str(position)

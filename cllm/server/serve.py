@@ -136,6 +136,12 @@ async def serve(
     registry.set_tenants(keys.tenants)
     app = create_app(registry, config, keys, find_folder(config))
     jobs: JobStore = app.state.jobs
+    tracer = None
+    if config.otlp_endpoint:
+        from cllm.server.tracing import Tracer
+
+        tracer = Tracer(config.otlp_endpoint)
+        app.add_middleware(tracer.wrap)
     try:
         await asyncio.to_thread(jobs.open)
         await registry.start()
@@ -172,6 +178,8 @@ async def serve(
     finally:
         await loop.run_in_executor(None, registry.stop)
         await loop.run_in_executor(None, jobs.close)
+        if tracer is not None:
+            await loop.run_in_executor(None, tracer.close)
 
 
 def bind(config: ServerConfig) -> Listeners:

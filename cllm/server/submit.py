@@ -46,6 +46,7 @@ async def use_engine(
     """
     registry: EngineRegistry = http.app.state.registry
     model, http.scope["state"]["adapter"] = registry.find_adapter(name or http.query_params.get("model"))
+    http.scope["state"]["model"] = name or model.name
     if model.open:
         lease = await registry.use(model)
     else:

@@ -337,6 +337,7 @@ ROWS = (
     Row("host", f"--host 0.0.0.0 {_KEYS}"),  # without keys, /debug and /metrics are for loopback
     Row("log_level", "--log-level debug"),
     Row("log_level", "--log-level error"),
+    Row("otlp_endpoint", "--otlp-endpoint http://127.0.0.1:9"),
     Row("model_dir", "--model-dir {folder}", use=use_reload),
     Row("all", "--all --model-dir {folder}", "", use_other_model),
     Row("models_memory_mb", "--models-memory-mb 4000", "folder", use_other_model),

@@ -457,7 +457,7 @@ def _render(change: BlockEvent) -> Iterator[StreamEvent]:
         yield make_event("content_block_stop", index=block.index)
 
 
-@anthropic.post(ROUTE, MessageResponse, events=EXAMPLE_EVENTS, computes=True)
+@anthropic.post(ROUTE, MessageResponse, events=EXAMPLE_EVENTS, computes="chat")
 async def messages(body: MessagesBody, http: HttpRequest) -> Any:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

@@ -19,7 +19,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_VALUES
 from cllm.messages import Detokenize, Text
 from cllm.server.body import Body, ModelName, TokenId, TokenLimit
-from cllm.server.dialect import COMMENT, Dialect, encode
+from cllm.server.dialect import COMMENT, TEXT, Dialect, encode
 from cllm.server.dialects.openai.bodies import Stops
 from cllm.server.examples import read_examples
 from cllm.server.generation import GenerationBody
@@ -153,7 +153,7 @@ async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequ
     return msgspec.structs.replace(request, prompt=prompt)
 
 
-@cllm.post("/generate", events=_EVENTS, computes=True)
+@cllm.post("/generate", events=_EVENTS, computes=TEXT)
 async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | Response:
     """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
     if body.stream:
@@ -180,7 +180,7 @@ async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | 
     return GenerateResponse(data=data)
 
 
-@cllm.post("/generate_stream", events=_EVENTS, computes=True)
+@cllm.post("/generate_stream", events=_EVENTS, computes=TEXT)
 async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt as server-sent events."""
     engine = await use_engine(http, body.model, stream=True, timeout_s=body.timeout)

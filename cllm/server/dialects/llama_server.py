@@ -27,7 +27,7 @@ from cllm.models.files import parse_file_type
 from cllm.names import is_name
 from cllm.server import submit
 from cllm.server.body import run_in_turn
-from cllm.server.dialect import COMMENT, Dialect, encode, get_status
+from cllm.server.dialect import COMMENT, TEXT, Dialect, encode, get_status
 from cllm.server.dialects import llama_body as shapes
 from cllm.server.dialects.llama_body import LlamaCompletionBody
 from cllm.server.dialects.openai import openai
@@ -350,7 +350,7 @@ async def complete(
 _EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.COMPLETION_EXAMPLE)
 
 
-@llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=TEXT, several=True)
 @llama_server.post("/completions", shown=False)
 async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
@@ -367,7 +367,7 @@ async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any
     return await complete(engine, body, http, inputs, texts, rows)
 
 
-@llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=True, several=True)
+@llama_server.post("/infill", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=TEXT, several=True)
 async def infill(body: shapes.InfillBody, http: HttpRequest) -> Any:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
     engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

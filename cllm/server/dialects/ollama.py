@@ -24,7 +24,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.messages import TokenizeTexts, TokenLists
 from cllm.models.files import HubReference, parse_hub
 from cllm.server.body import run_in_turn
-from cllm.server.dialect import NDJSON, Dialect, encode_line
+from cllm.server.dialect import NDJSON, TEXT, Dialect, encode_line
 from cllm.server.dialects import ollama_body as shapes
 from cllm.server.dialects.openai.chat import make_logprobs
 from cllm.server.dialects.openai.embeddings import RAW, check_embeds, embed, encode_entries, to_vector
@@ -225,13 +225,13 @@ async def show(body: shapes.ShowBody, http: HttpRequest) -> shapes.ShowAnswer:
     return shapes.make_shown(model.info, model.limits, model.created)
 
 
-@ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=shapes.CHAT_LINES, computes=True)
+@ollama.post("/api/chat", shapes.CHAT_EXAMPLE, lines=shapes.CHAT_LINES, computes="chat")
 async def chat(body: shapes.OllamaChatBody, http: HttpRequest) -> shapes.AnswerPart | Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, asked=bool(body.messages))
 
 
-@ollama.post("/api/generate", shapes.GENERATE_EXAMPLE, lines=shapes.GENERATE_LINES, computes=True)
+@ollama.post("/api/generate", shapes.GENERATE_EXAMPLE, lines=shapes.GENERATE_LINES, computes=TEXT)
 async def generate(body: shapes.OllamaGenerateBody, http: HttpRequest) -> shapes.AnswerPart | Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
     return await _answer(http, body, asked=bool(body.prompt or body.suffix))
@@ -251,7 +251,7 @@ async def _embed(
     return found[0], found[1].prompt_tokens
 
 
-@ollama.post("/api/embed", computes=True)
+@ollama.post("/api/embed", computes="embeddings")
 async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes.EmbedAnswer:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
@@ -270,7 +270,7 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes
     )
 
 
-@ollama.post("/api/embeddings", computes=True)
+@ollama.post("/api/embeddings", computes="embeddings")
 async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> shapes.OldEmbedAnswer:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)

@@ -381,7 +381,7 @@ def make_keeper(
 
 
 @llama_responses.post("/responses", shown=False)
-@responses.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes=True)
+@responses.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes="chat")
 async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response.
 

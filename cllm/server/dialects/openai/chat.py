@@ -276,7 +276,7 @@ class ChatCompletionRenderer:
         return ChunkDelta(tool_calls=[call])
 
 
-@openai.post("/v1/chat/completions", events=EXAMPLE_EVENTS, computes=True)
+@openai.post("/v1/chat/completions", events=EXAMPLE_EVENTS, computes="chat")
 @llama_server.post("/chat/completions", shown=False)
 async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""
@@ -312,7 +312,7 @@ class Transcription(msgspec.Struct):
     text: str
 
 
-@openai.post(SOUNDS, Transcription("Hello!"), computes=True)
+@openai.post(SOUNDS, Transcription("Hello!"), computes="generate_content")
 async def transcribe(http: HttpRequest) -> Transcription | Response:
     """Transcribe a sound: multipart, with the fields `file` and `model`."""
     await http.body()  # it is read again

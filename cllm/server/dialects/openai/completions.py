@@ -22,7 +22,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_CHOICES, MAX_PROMPTS
 from cllm.messages import Detokenize, Text
 from cllm.server.body import TokenId, TokenLimit
-from cllm.server.dialect import COMMENT, DONE, Dialect, encode
+from cllm.server.dialect import COMMENT, DONE, TEXT, Dialect, encode
 from cllm.server.dialects.openai import openai
 from cllm.server.dialects.openai.bodies import OpenAIBody, TopLogprobs
 from cllm.server.examples import read_examples
@@ -203,7 +203,7 @@ def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLog
     return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
 
 
-@openai.post("/v1/completions", events=encode(*read_examples(CompletionResponse)) + DONE, computes=True)
+@openai.post("/v1/completions", events=encode(*read_examples(CompletionResponse)) + DONE, computes=TEXT)
 async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResponse | Response:
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

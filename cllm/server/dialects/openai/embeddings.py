@@ -340,7 +340,7 @@ async def score_pairs(
     return [float(to_vector(data, norm=RAW)[0]) for data in vectors], usage
 
 
-@embeddings.post("/v1/embeddings", computes=True)
+@embeddings.post("/v1/embeddings", computes="embeddings")
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     """Turn texts into embeddings of length 1."""
     engine = await use_engine(http, body.model)
@@ -353,7 +353,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     return EmbeddingList(model=body.model or loaded(engine)[0].name, usage=usage, data=entries)
 
 
-@llama_server.post("/embedding", [LlamaEmbedding(0, [VECTOR])], computes=True)
+@llama_server.post("/embedding", [LlamaEmbedding(0, [VECTOR])], computes="embeddings")
 @llama_server.post("/embeddings", shown=False)
 async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
@@ -367,7 +367,7 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
     return [LlamaEmbedding(index, [*islice(rows, count)]) for index, count in enumerate(counts)]
 
 
-@embeddings.post("/v1/rerank", computes=True)
+@embeddings.post("/v1/rerank", computes="rerank")
 @embeddings.post("/v1/reranking", shown=False)
 @llama_server.post("/rerank", shown=False)
 @llama_server.post("/reranking", shown=False)
@@ -388,7 +388,7 @@ async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[R
     return RerankResponse(model=body.model or loaded(engine)[0].name, results=results, usage=usage)
 
 
-@embeddings.post("/v1/score", computes=True)
+@embeddings.post("/v1/score", computes="score")
 @cllm.post("/score", shown=False)
 async def score(body: ScoreBody, http: HttpRequest) -> ScoreResponse:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
