@@ -192,9 +192,8 @@ class _Grammar:
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        return (
-            f"{opening} {self._tagged(rule, form.value_closing.replace(formats.Slot.KEY, key), schema, root)}"
-        )
+        closing = form.value_closing.replace(formats.Slot.KEY, key)
+        return f"{opening} {self._tagged(rule, closing, schema, root)}"
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
@@ -332,10 +331,8 @@ def forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def relocate(schema: Any, place: str) -> Any:
     """Embed a schema at `place` of another one: its local references are adjusted."""
     if isinstance(schema, Mapping):
-        return {
-            key: place + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else relocate(value, place)
-            for key, value in schema.items()
-        }
+        moved = {key: relocate(value, place) for key, value in schema.items()}
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+            moved["$ref"] = place + reference[1:]
+        return moved
     return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema
