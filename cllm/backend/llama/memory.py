@@ -146,9 +146,8 @@ class MemoryFit:
         self.media = sum(place.media for place in self.places)
         self.needed = sum(place.needed - place.shared for place in self.places)
         tokens = min(config.embed_tokens or self.share, header.context_train)
-        limits = EmbedLimits(
-            tokens=tokens, batch_tokens=min(config.batch_tokens, tokens), chunked=header.generates
-        )
+        step = min(config.batch_tokens, tokens)
+        limits = EmbedLimits(tokens=tokens, batch_tokens=step, chunked=header.generates)
         cell_bytes = self.kv // (self.share * self.slots)
         self.embedding = sum(EmbeddingMemory.of(header, limits, cell_bytes, flash=True))
         # A compiler each in the engine and in the tokenizer worker, which keeps no grammars.
@@ -224,10 +223,9 @@ class MemoryFit:
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
+        fits = partial(self._fits, parallel, placement=placement, roomy=True)
         blocks = range(1, self._longest // CELL_BLOCK + 1)
-        affordable = bisect(
-            blocks, True, key=lambda n: not self._fits(parallel, n * CELL_BLOCK, placement, roomy=True)
-        )
+        affordable = bisect(blocks, True, key=lambda count: not fits(count * CELL_BLOCK))
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
     def _fits(
@@ -273,11 +271,10 @@ class MemoryFit:
             uses = Sizes._fields if config.split_mode == "tensor" else ("model",)
             counted = [place(name, None, scratch) for name in found if name != HOST]
             parts = [part / sum(self._placer.parts) for part in self._placer.parts]
+            sums = {use: sum(getattr(each, use) for each in counted) for use in uses}
             for index, part in enumerate(parts):
-                sums: dict[str, Any] = {
-                    use: int(part * sum(getattr(each, use) for each in counted)) for use in uses
-                }
-                devices[index] = devices[index]._replace(**sums)._replace(reserve=DEVICE_RESERVE)
+                shares: dict[str, Any] = {use: int(part * size) for use, size in sums.items()}
+                devices[index] = devices[index]._replace(**shares, reserve=DEVICE_RESERVE)
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
         host = place(HOST, self.available, RUNTIME + tables + (MEDIA_RUNTIME if mmproj else 0))
