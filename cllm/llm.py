@@ -262,7 +262,8 @@ class AsyncLLM:
             try:  # a call that is cancelled leaves the loading to the next one
                 if self._loading is None:
                     self._loop, self._process = loop, os.getpid()
-                    atexit.register(self._stop_at_exit)
+                    # Calls in threads that Python does not wait for stay where they are: they show no error.
+                    atexit.register(self._stop, wake=False)
                     self._engine.start(loop)
                     self._loading = loop.create_task(self._load())
                     self._loading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -300,11 +301,7 @@ class AsyncLLM:
         self._closed = True
         if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
             self._engine.stop(wake=wake)
-            atexit.unregister(self._stop_at_exit)
-
-    def _stop_at_exit(self) -> None:
-        # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
-        self._stop(wake=False)
+            atexit.unregister(self._stop)
 
     def _check_open(self) -> ModelInfo:
         """The loaded model. Raises an error that says why it cannot be used here and now."""
