@@ -88,10 +88,8 @@ class _Grammar:
 
     def _frame(self, calls: Sequence[tuple[str, str]], opening: str) -> str:
         """One of the calls with its opening and closing, both of which may have the tool's name."""
-        return _any(
-            f"{self._text(opening, name)} {rule} {self._text(self._form.closing, name)}"
-            for rule, name in calls
-        )
+        text, closing = self._text, self._form.closing
+        return _any(f"{text(opening, name)} {rule} {text(closing, name)}" for rule, name in calls)
 
     def _add(self, name: str, rule: str) -> None:
         self._rules.append(f"{name}: {rule}")
