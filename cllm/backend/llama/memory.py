@@ -142,8 +142,6 @@ class MemoryFit:
         self.model = sum(place.model for place in self.places)
         self.kv = sum(place.kv for place in self.places)
         self.compute = sum(place.compute for place in self.places)
-        self.draft = sum(place.draft for place in self.places)
-        self.media = sum(place.media for place in self.places)
         self.needed = sum(place.needed - place.shared for place in self.places)
         tokens = min(config.embed_tokens or self.share, header.context_train)
         step = min(config.batch_tokens, tokens)
@@ -317,9 +315,9 @@ class MemoryFit:
         """The sum, in MiB; with layers on GPUs, of each device."""
         if self.on_gpu:
             return "; ".join(place.describe() for place in self.places if place.needed)
-        available = "unknown" if self.available is None else mib(self.available)
-        draft = f"+ draft model {mib(self.draft)} " if self.draft else ""
-        draft += f"+ mmproj {mib(self.media)} " if self.media else ""
+        host, available = self.places[0], "unknown" if self.available is None else mib(self.available)
+        draft = f"+ draft model {mib(host.draft)} " if host.draft else ""
+        draft += f"+ mmproj {mib(host.media)} " if host.media else ""
         return (
             f"model {mib(self.model)} + KV {mib(self.kv)} ({self.share} cells for each of {self.slots}) "
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
