@@ -156,9 +156,9 @@ class _Grammar:
             if not arguments and not closed:
                 body = f"({self._free(rule)}){{0,{MAX_FREE}}}"
             return f"{name} {self._text(form.after_name)} {body}"
-        comma = '", "' if form.style is formats.CallStyle.PYTHON else _COMMA
+        python = form.style is formats.CallStyle.PYTHON
+        opening, comma, closing = ('"("', '", "', '")"') if python else ('"{"', _COMMA, '"}"')
         body = join_optional([(rule, key in required) for key, rule in arguments.items()], comma)
-        opening, closing = ('"("', '")"') if form.style is formats.CallStyle.PYTHON else ('"{"', '"}"')
         return f"{name} {opening} {body} {closing}"
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
