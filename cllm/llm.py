@@ -75,7 +75,7 @@ DEFAULT_MAX_TOKENS = 256
 MAPPED_PER_SLOT = 4  # prompts of `map` on their way: one long answer leaves no slot idle
 TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
-Piece = tuple[str, RequestOutput | ChatReply | None]  # of a text; the last one with how it ended
+Piece = RequestOutput | ChatChunk  # of a text; the last one with how it ended
 Pieces = AsyncGenerator[Piece, None]
 Result = TypeVar("Result")
 Messages = Sequence[Mapping[str, Any]]
@@ -262,7 +262,8 @@ class AsyncLLM:
             try:  # a call that is cancelled leaves the loading to the next one
                 if self._loading is None:
                     self._loop, self._process = loop, os.getpid()
-                    atexit.register(self._stop_at_exit)
+                    # Calls in threads that Python does not wait for stay where they are: they show no error.
+                    atexit.register(self._stop, wake=False)
                     self._engine.start(loop)
                     self._loading = loop.create_task(self._load())
                     self._loading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -300,11 +301,7 @@ class AsyncLLM:
         self._closed = True
         if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
             self._engine.stop(wake=wake)
-            atexit.unregister(self._stop_at_exit)
-
-    def _stop_at_exit(self) -> None:
-        # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
-        self._stop(wake=False)
+            atexit.unregister(self._stop)
 
     def _check_open(self) -> ModelInfo:
         """The loaded model. Raises an error that says why it cannot be used here and now."""
@@ -415,7 +412,7 @@ class AsyncLLM:
             return self._when_open(
                 lambda: self._read_text(self._make_request(sampling, options, "stream"), prompt)
             )
-        return _get_pieces(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
+        return self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
 
     async def _read_text(self, request: Request, prompt: str) -> Pieces:
         self._check_open()
@@ -423,7 +420,7 @@ class AsyncLLM:
             (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
             async for output in stream:
                 _raise_error(output)
-                yield output.text, output
+                yield output
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
@@ -451,17 +448,11 @@ class AsyncLLM:
         return self._engine.submit(msgspec.structs.replace(request, prompt=Prompt(prompt)), AsyncOutputStream)
 
 
-async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:
-    async with contextlib.aclosing(chat) as chunks:
-        async for chunk in chunks:
-            yield chunk.text, chunk.reply
-
-
 async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(pieces):
-        async for text, _ in pieces:
-            if text:
-                yield text
+        async for piece in pieces:
+            if piece.text:
+                yield piece.text
 
 
 class TextStream(Iterator[str]):
@@ -473,11 +464,12 @@ class TextStream(Iterator[str]):
         self.finish_reason: FinishReason | None = None
 
     def __next__(self) -> str:
-        for text, end in self._steps:
+        for piece in self._steps:
+            end = piece.reply if isinstance(piece, ChatChunk) else piece
             if end is not None:
                 self.usage, self.finish_reason = end.usage, end.finish_reason
-            if text:
-                return text
+            if piece.text:
+                return piece.text
         raise StopIteration
 
 

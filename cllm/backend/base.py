@@ -165,9 +165,7 @@ class DraftCost(NamedTuple):
 
     verify: float = 0.75  # as of one kind of CPU, where it is not measured
     token: float = 0.2
-    begin: float = (
-        0.0  # on a GPU: what the first step of a run of drafts, and those after the last, take longer
-    )
+    begin: float = 0.0  # on a GPU: what the first step of a run of drafts and those after it take longer
     head: float = 0.0  # of the model's head, for each token that it drafts
 
 

@@ -132,11 +132,8 @@ def find_modules() -> list[Module]:
 
 def choose_module(modules: list[Module], drivers: Drivers) -> Module | None:
     """The module for the GPUs that the drivers report: CUDA before Vulkan, the newest of each."""
-    for backend in BACKENDS:
-        for module in modules:
-            if module.backend == backend and module.suits(drivers.of(backend)):
-                return module
-    return None
+    ordered = (module for backend in BACKENDS for module in modules if module.backend == backend)
+    return next((module for module in ordered if module.suits(drivers.of(module.backend))), None)
 
 
 def choose_backend(asked: str, drivers: Drivers) -> str | None:

@@ -263,9 +263,8 @@ def _normalize(message: dict[str, Any], builder: MessageBuilder) -> dict[str, An
             texts.append(part.get("text") or part.get("refusal") or "")
         else:
             texts.append(builder.show_media(role, kind, part.get("image_url") or part.get("input_audio")))
-    normalized = {
-        key: value for key, value in message.items() if value is not None and key not in REASONING_FIELDS
-    }
+    kept = message.keys() - REASONING_FIELDS
+    normalized = {key: value for key, value in message.items() if value is not None and key in kept}
     normalized |= {"role": role, "content": join_texts(texts)}
     if called := normalized.pop("function_call", None):
         normalized["tool_calls"] = [{"function": called}]

@@ -120,9 +120,8 @@ async def _open_client(
     from cllm.server.app import create_app
 
     async with AsyncLLM(config=config) as llm:
-        transport = httpx.ASGITransport(
-            create_app(llm._engine, ServerConfig(job_store_mb=0, max_timeout_s=0))
-        )
+        app = create_app(llm._engine, ServerConfig(job_store_mb=0, max_timeout_s=0))
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", **options) as client:
             yield client, parallel or llm.limits.max_running + 2
 

@@ -130,6 +130,7 @@ def join_command(
     typer.echo(f"this machine is part of the cluster at {host}:{port}")
 
 
+@cluster_app.command("deploy", cls=GroupedHelp)
 @with_options(EngineConfig)
 def deploy_command(
     config: Config,
@@ -150,10 +151,6 @@ def deploy_command(
     settings = make_settings(engine, drain_s)
     deployment.deploy(settings, prepare_replica, replicas=replicas, max_replicas=most, gpus=gpus)
     typer.echo(f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {address}")
-
-
-deploy_command.__name__ = "deploy"
-cluster_app.command("deploy", cls=GroupedHelp)(deploy_command)
 
 
 def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:

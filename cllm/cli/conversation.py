@@ -25,7 +25,7 @@ from cllm.types import SamplingParams
 
 if TYPE_CHECKING:
     from cllm.chat.reply import ChatReply
-    from cllm.llm import LLM, TextStream
+    from cllm.llm import TextStream
 
 MAX_FILE_BYTES = 1 << 20  # of a text that goes into a question
 MAX_SAVED_BYTES = 64 << 20
@@ -275,27 +275,17 @@ class LocalAnswers:
 
     def __init__(self, config: EngineConfig, report: Callable[[str], None]) -> None:
         """Load the model, which is pulled first where it is missing. `report` takes what goes on."""
-        self._config, self._report = config, report
-        self._llm = self._open(config)
+        self._report = report
+        self._open(config)
 
-    @property
-    def name(self) -> str:
-        return self._llm.info.name
-
-    @property
-    def context(self) -> int:
-        return self._llm.limits.request_tokens
-
-    @property
-    def is_base(self) -> bool:
-        return self._llm.info.chat_template is None
-
-    def _open(self, config: EngineConfig) -> LLM:
+    def _open(self, config: EngineConfig) -> None:
         from cllm.llm import LLM
 
         llm = LLM(config=config)
         self._report(f"loading {config.model or 'the embedded model'} …")
-        return llm.open()
+        self._llm, self._config = llm.open(), config
+        self.name, self.is_base = llm.info.name, llm.info.chat_template is None
+        self.context = llm.limits.request_tokens
 
     def list_models(self) -> list[str]:
         from cllm.models.store import scan
@@ -307,10 +297,9 @@ class LocalAnswers:
         config = msgspec.structs.replace(self._config, model=name)
         self._llm.close()  # memory may not suffice for both
         try:
-            self._llm = self._open(config)
-            self._config = config
+            self._open(config)
         except CllmError:
-            self._llm = self._open(self._config)
+            self._open(self._config)
             raise
 
     def answer(self, messages: str | Messages, options: Options) -> Answer:

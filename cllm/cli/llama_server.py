@@ -133,8 +133,7 @@ class Translation:
             self.defaults.setdefault("verbose", True)
         if keys := settings.pop("api_key", None):  # an empty one leaves that of the environment in force
             settings["api_key"] = ",".join(keys)
-        lora_off = settings.pop("lora_off", False)
-        if settings.get("adapter") and not lora_off:
+        if not settings.pop("lora_off", False) and settings.get("adapter"):
             settings["apply_adapters"] = True
         mapped, locked = settings.pop("mmap", True), settings.pop("mlock", False)
         if locked or not mapped:

@@ -60,9 +60,7 @@ class GroupedHelp(TyperCommand):
                 panels.setdefault(getattr(param, "rich_help_panel", None) or "other", []).append(param)
         console = Console(highlight=False)
         # Several models are two parameters: the last one can also be a variable or a line of the file.
-        usage = (
-            str(self.get_usage(ctx)).replace("[more]... [model]", "[MODEL]...").replace("[model]", "[MODEL]")
-        )
+        usage = self.get_usage(ctx).replace("[more]... [model]", "[MODEL]...").replace("[model]", "[MODEL]")
         console.print(Text(f"{usage}\n\n{self.help}\n"))
         shown = [param for params in panels.values() for param in params]
         width = max(len(line) for param in shown for line in _spellings(param).splitlines())

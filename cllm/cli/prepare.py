@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from cllm.config import EngineConfig, ModelConfig, PreparedModel
-from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
+from cllm.errors import CllmError, EngineError, NotEnoughMemory
 from cllm.models.survey import Survey
 from cllm.process import configure_logging
 from cllm.types import Failure
@@ -141,8 +141,7 @@ def finish(process: subprocess.Popen[bytes], kind: type[Answer]) -> Answer:
     if not answer:
         raise EngineError(f"the preparation ended with code {process.returncode}")
     if process.returncode:
-        failure = msgspec.json.decode(answer, type=Failure)
-        raise from_code(failure.code, failure.message)
+        raise msgspec.json.decode(answer, type=Failure).error()
     return msgspec.json.decode(answer, type=kind)
 
 
@@ -160,7 +159,7 @@ def main() -> int:
     try:
         answer = task.run()
     except CllmError as error:
-        answer = Failure(error.code, error.message)
+        answer = Failure.of(error)
     except KeyboardInterrupt:
         return 130
     sys.stdout.buffer.write(msgspec.json.encode(answer))

@@ -230,7 +230,6 @@ def recommend_command(
     for name, each in found.items():
         plural = "" if each.requests == 1 else "s"
         context = f"{each.requests} request{plural} of up to {each.tokens} tokens"
-        typer.echo(
-            f"\n{name}: {format_size(each.size)}, {each.model.weights / 1e9:.1f} billion weights; {context}"
-        )
+        weights = f"{each.model.weights / 1e9:.1f} billion weights"
+        typer.echo(f"\n{name}: {format_size(each.size)}, {weights}; {context}")
         typer.echo(f"  cllm pull {each.reference}")

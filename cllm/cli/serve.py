@@ -280,10 +280,7 @@ class EngineLoader:
             if file:
                 raise Forbidden("model: the models of a cluster are changed by `cllm cluster deploy`")
             return prepare_gateway(model.engine, self._server.cluster)
-        if file:
-            path = self.find_file(file)
-        else:
-            path = Path(serving.model if serving is not None else model.engine.model)
+        path = self.find_file(file) if file else Path((serving or model.engine).model)
         poll = 0 if self._turns is not None and model.engine.poll is None else model.engine.poll
         asked = replace(model.engine, model=str(path), poll=poll)
         if serving is not None and str(path) == serving.model:

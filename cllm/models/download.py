@@ -381,7 +381,10 @@ class Download:
             )
         self.journal.sync()
         paths.part.replace(paths.final)
-        _sync_folder(paths.final.parent)
+        folder = os.open(paths.final.parent, os.O_RDONLY)
+        with suppress(OSError):  # some file systems have no such thing
+            os.fsync(folder)
+        os.close(folder)
         paths.journal.unlink(missing_ok=True)
 
 
@@ -403,13 +406,6 @@ def has_hash(path: Path, file: HubFile) -> bool:
     """Check that a file has the listed content."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, partial(_make_hasher, file)).hexdigest() == file.etag
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # some file systems have no such thing
-        os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def describe_disk(error: OSError, folder: Path, needed: int) -> str:

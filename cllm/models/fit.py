@@ -23,25 +23,13 @@ MAX_CPU_ACTIVE = 5e9  # weights that are read from RAM for each token: some toke
 FASTER = 0.3  # of the weights of another model are computed for a token, at most
 
 
-def _fit(
-    header: GgufHeader,
-    parallel: int = 0,
-    ctx_size: int = 0,
-    *,
-    dry: DryLoad | None = None,
-    scale: float = 1.0,
-) -> MemoryFit:
-    config = EngineConfig(parallel=parallel, ctx_size=ctx_size)
-    return MemoryFit(header, config, list_devices(), dry=dry, scale=scale)
-
-
 class ModelFit:
     """Fit of a model in the memory here, by its header."""
 
     def __init__(self, header: GgufHeader) -> None:
         """Raises LibraryError without a native library, ModelFileError for a model that it cannot load."""
         self._header = header
-        self._chosen = _fit(header)
+        self._chosen = MemoryFit(header, EngineConfig(), list_devices())
         self.fits, self.memory = self._chosen.fits, self._chosen.describe()
 
     def describe(self) -> str:
@@ -50,14 +38,16 @@ class ModelFit:
 
     def contexts(self) -> list[tuple[int, int]]:
         """List numbers of requests at a time with the tokens that each can have, as far as memory goes."""
+        configs = [EngineConfig(parallel=parallel) for parallel in SLOTS]
         with DryLoad() as dry:
-            fits = [_fit(self._header, parallel, dry=dry) for parallel in SLOTS]
+            fits = [MemoryFit(self._header, config, list_devices(), dry=dry) for config in configs]
         tokens = self._header.context_train
         return [(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
         """Find the quantisations of the model that would fit with a small context, the largest first."""
-        small = partial(_fit, self._header, parallel=1, ctx_size=SMALL_CONTEXT)
+        config = EngineConfig(parallel=1, ctx_size=SMALL_CONTEXT)
+        small = partial(MemoryFit, self._header, config, list_devices())
         found = [model for model in models if small(scale=model.size / self._header.file_bytes).fits]
         return sorted(found, key=lambda model: -model.size)
 

@@ -300,10 +300,7 @@ def _make_hits(answer: object) -> list[SearchHit]:
     """Take the hits of an answer whose names are valid."""
     hits = []
     for entry in _entries(answer):
-        repo, numbers = (
-            str(entry.get("id") or entry.get("modelId")),
-            (entry.get("downloads"), entry.get("likes")),
-        )
+        repo, numbers = str(entry.get("id") or entry.get("modelId")), map(entry.get, ("downloads", "likes"))
         if is_repo(repo):
             hits.append(SearchHit(repo, *(number if isinstance(number, int) else 0 for number in numbers)))
     return hits

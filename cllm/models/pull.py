@@ -99,34 +99,27 @@ def ensure(
         return Pull(hub, reference, model, PullOptions()).run(check)
 
 
-class PullProgress:
+class PullProgress(Progress):
     """Progress of a pull: a bar with speed and time left on a terminal, else a line now and then."""
 
     def __init__(self, name: str, total: int) -> None:
-        self._bar = Progress(
+        super().__init__(
             *("{task.description}", BarColumn(bar_width=None), DownloadColumn()),
             *(TransferSpeedColumn(), TimeRemainingColumn()),
             console=Console(stderr=True),
             transient=True,
             disable=not sys.stderr.isatty(),
         )
-        self._bar.add_task(name, total=total)
+        self.add_task(name, total=total)
         self._shown = time.monotonic()
 
-    def __enter__(self) -> PullProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, before: int, here: int) -> None:
+    def show(self, before: int, here: int) -> None:
         """Show the bytes that are here, of the files before and of the present one."""
-        (task,), now = self._bar.tasks, time.monotonic()
+        (task,), now = self.tasks, time.monotonic()
         if not task.completed:  # what was here before does not count as speed
-            self._bar.reset(task.id, completed=before + here)
-        self._bar.update(task.id, completed=before + here)
-        if self._bar.disable and now - self._shown > LINE_S:
+            self.reset(task.id, completed=before + here)
+        self.update(task.id, completed=before + here)
+        if self.disable and now - self._shown > LINE_S:
             self._shown = now
             done, total, speed = map(format_size, (task.completed, task.total or 0, task.speed or 0))
             left = task.time_remaining or 0.0
@@ -167,7 +160,7 @@ class Pull:
         with PullProgress(self._model.chosen.stem, total) as progress:
             done = sum(file.size for file in self._model.files if file not in downloads)
             for file, download in downloads.items():
-                download.fetch(report=partial(progress.update, done))
+                download.fetch(report=partial(progress.show, done))
                 download.finish()
                 done += file.size
         paths = [self._destination.publish(file) for file in self._model.files]
@@ -196,9 +189,7 @@ class Pull:
     def _is_here(self, file: HubFile) -> bool:
         """Check that a file is complete; one in a plain folder, where names say nothing, is verified."""
         path, paths = self._destination.find(file), self._destination.paths(file)
-        if path is None or (
-            path.name != file.etag and path.resolve().name != file.etag and not has_hash(path, file)
-        ):
+        if path is None or not (file.etag in (path.name, path.resolve().name) or has_hash(path, file)):
             return False
         paths.journal.unlink(missing_ok=True)
         paths.part.unlink(missing_ok=True)

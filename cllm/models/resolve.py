@@ -147,9 +147,8 @@ def find_by_name(text: str, folders: str = "") -> StoredModel:
         names = ", ".join(model.name for model in found[:MAX_SHOWN])
         raise ModelFileError(f"{text!r} names {len(found)} models: {names}; give more of the name")
     known = {name: model.name for model in models for name in list_names(model)}
-    near = dict.fromkeys(
-        known[name] for name in get_close_matches(text.lower(), known, n=MAX_NEAR, cutoff=0.5)
-    )
+    close = get_close_matches(text.lower(), known, n=MAX_NEAR, cutoff=0.5)
+    near = dict.fromkeys(known[name] for name in close)
     hint = f"; near it: {', '.join(near)}" if near else ""
     pull = f", `cllm pull hf:{text}` gets one" if text.count("/") == 1 else ", `cllm search` finds others"
     raise ModelFileError(

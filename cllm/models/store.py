@@ -390,10 +390,9 @@ def remove(model: StoredModel | None, removal: Removal) -> None:
         left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
         if not any(path.is_file() for path in left):
             for folder in (model.root, model.root.parent / ".locks" / model.root.name):
+                name = str(folder.relative_to(hf_cache()))
                 with suppress(ConfigError):  # a link on the way leads elsewhere
-                    shutil.rmtree(
-                        path_below(hf_cache(), str(folder.relative_to(hf_cache()))), ignore_errors=True
-                    )
+                    shutil.rmtree(path_below(hf_cache(), name), ignore_errors=True)
 
 
 def find_parts(reference: HubReference) -> Removal:

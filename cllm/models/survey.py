@@ -48,10 +48,8 @@ def survey(models: Sequence[ModelConfig], common: ModelConfig, *, all_models: bo
 
     found: dict[Path, SurveyedModel] = {}
     taken: set[str] = {model.name.lower() for model in models if model.name}
-    for config, stored in [
-        *_find_all(models),
-        *((common, stored) for stored in (scan() if all_models else ())),
-    ]:
+    listed = [*_find_all(models), *((common, stored) for stored in (scan() if all_models else ()))]
+    for config, stored in listed:
         path = stored.path.absolute()
         if path in found:
             continue

@@ -115,14 +115,10 @@ class ScriptedSampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        pass
+    def _do_nothing(self, *_: Any) -> None:
+        """It keeps no history."""
 
-    def skip(self, token: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    accept = skip = close = _do_nothing
 
 
 class ScriptedRunner(ModelRunner):

@@ -88,10 +88,8 @@ class _Grammar:
 
     def _frame(self, calls: Sequence[tuple[str, str]], opening: str) -> str:
         """One of the calls with its opening and closing, both of which may have the tool's name."""
-        return _any(
-            f"{self._text(opening, name)} {rule} {self._text(self._form.closing, name)}"
-            for rule, name in calls
-        )
+        text, closing = self._text, self._form.closing
+        return _any(f"{text(opening, name)} {rule} {text(closing, name)}" for rule, name in calls)
 
     def _add(self, name: str, rule: str) -> None:
         self._rules.append(f"{name}: {rule}")
@@ -158,9 +156,9 @@ class _Grammar:
             if not arguments and not closed:
                 body = f"({self._free(rule)}){{0,{MAX_FREE}}}"
             return f"{name} {self._text(form.after_name)} {body}"
-        comma = '", "' if form.style is formats.CallStyle.PYTHON else _COMMA
+        python = form.style is formats.CallStyle.PYTHON
+        opening, comma, closing = ('"("', '", "', '")"') if python else ('"{"', _COMMA, '"}"')
         body = join_optional([(rule, key in required) for key, rule in arguments.items()], comma)
-        opening, closing = ('"("', '")"') if form.style is formats.CallStyle.PYTHON else ('"{"', '"}"')
         return f"{name} {opening} {body} {closing}"
 
     def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
@@ -192,9 +190,8 @@ class _Grammar:
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        return (
-            f"{opening} {self._tagged(rule, form.value_closing.replace(formats.Slot.KEY, key), schema, root)}"
-        )
+        closing = form.value_closing.replace(formats.Slot.KEY, key)
+        return f"{opening} {self._tagged(rule, closing, schema, root)}"
 
     def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
         """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
@@ -332,10 +329,8 @@ def forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def relocate(schema: Any, place: str) -> Any:
     """Embed a schema at `place` of another one: its local references are adjusted."""
     if isinstance(schema, Mapping):
-        return {
-            key: place + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else relocate(value, place)
-            for key, value in schema.items()
-        }
+        moved = {key: relocate(value, place) for key, value in schema.items()}
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+            moved["$ref"] = place + reference[1:]
+        return moved
     return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema

@@ -75,10 +75,8 @@ class ObjectCallParser(CallParser):
         keys = form.keys if form is not None else ()
         self._name_keys = (*NAME_KEYS, *(key for key, slot in keys if slot == chat_format.Slot.NAME))
         self._name_is_key = any(key == chat_format.Slot.NAME for key, _ in keys)
-        self._argument_keys = (
-            *ARGUMENT_KEYS,
-            *(key for key, slot in keys if slot == chat_format.Slot.ARGUMENTS != key),
-        )
+        arguments = (key for key, slot in keys if slot == chat_format.Slot.ARGUMENTS != key)
+        self._argument_keys = (*ARGUMENT_KEYS, *arguments)
         self._known = (*KNOWN_KEYS, *(key for key, _ in keys))
         self._arguments_only = name is not None
         self._wants: _Wants = "{" if name is None else "value"

@@ -78,10 +78,8 @@ def deadly_guard(limit_s: float = GUARD_LIMIT_S, number: int = signal.SIGPROF) -
     timer = ctypes.c_void_p()
     event = _SignalEvent(signal=number)
     times = _TimerTimes(s=int(limit_s), ns=int(limit_s % 1 * 1e9))
-    clock = getattr(time, "CLOCK_THREAD_CPUTIME_ID", 0)
-    made = hasattr(_libc, "timer_create") and not _libc.timer_create(
-        clock, ctypes.byref(event), ctypes.byref(timer)
-    )
+    arguments = getattr(time, "CLOCK_THREAD_CPUTIME_ID", 0), ctypes.byref(event), ctypes.byref(timer)
+    made = hasattr(_libc, "timer_create") and not _libc.timer_create(*arguments)
     if made:
         _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     else:
@@ -320,6 +318,5 @@ class Turns(msgspec.Struct, frozen=True):
 
 
 _FILE = Path(__file__).with_name("templates.toml").read_bytes()
-BUILTIN_TEMPLATES = {
-    name: turns.template() for name, turns in msgspec.toml.decode(_FILE, type=dict[str, Turns]).items()
-}
+_TURNS = msgspec.toml.decode(_FILE, type=dict[str, Turns])
+BUILTIN_TEMPLATES = {name: turns.template() for name, turns in _TURNS.items()}

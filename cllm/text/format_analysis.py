@@ -232,9 +232,8 @@ def _derive_named(one: str, two: str) -> CallFormat:
         rest = rest[end:]
     arguments = text[text.index('{"') :]
     compact = arguments.startswith(f'{{"{KEYS[0]}":"')
-    after_name = _join(names)
     frame = _frame([*pieces, rest])
-    return CallFormat(style=CallStyle.NAMED, after_name=after_name, compact=compact, **frame)
+    return CallFormat(style=CallStyle.NAMED, after_name=_join(names), compact=compact, **frame)
 
 
 def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
@@ -244,11 +243,9 @@ def _derive_tagged(probe: TemplateProbe, one: str, two: str) -> CallFormat:
     to_next = _between(one, VALUES[0], KEYS[1])
     end = one.partition(VALUES[1])[2]
     if to_key.strip() == "(" and to_value.strip() in ("='", '="'):
-        pieces = re.split(r"xqtool[ab]\([^()]*\)", two or one)
-        return CallFormat(style=CallStyle.PYTHON, **_frame(pieces))
+        return CallFormat(style=CallStyle.PYTHON, **_frame(re.split(r"xqtool[ab]\([^()]*\)", two or one)))
     if to_key.strip() == "{" and to_value.startswith(":"):
-        pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
-        return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
+        return CallFormat(style=CallStyle.GEMMA, **_frame(re.split(r"xqtool[ab]\{[^{}]*\}", two or one)))
     keyed = [part.replace(key, Slot.KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
     nested = keyed[0].partition(f"</{Slot.KEY}>")[0] if Slot.KEY in keyed[0] else ""
     value_closing = _common_prefix(*keyed)

@@ -164,10 +164,8 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
     if spec.kind is not ConstraintKind.JSON_SCHEMA:
         embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)
         places = [match.end() for match in re.finditer(r"%json\s*(?=\{)", source)] if embeds else []
-    if spec.kind is ConstraintKind.GRAMMAR and len(places) > limits.MAX_REFERENCES:
-        raise InvalidRequest(
-            f"{field}: {len(places)} schemas (%json), the limit is {limits.MAX_REFERENCES}", field
-        )
+    if spec.kind is ConstraintKind.GRAMMAR:
+        limits.check(len(places), limits.MAX_REFERENCES, "schemas (%json)", field)
     for begin in places:
         if found and begin < found[-1].end:
             continue  # inside the schema before
@@ -394,10 +392,8 @@ def _close(schema: Any, is_part: bool, combined: set[int]) -> Any:
         return schema
     is_part = is_part or _count_parts(schema) > 1 or id(schema) in combined
 
-    def close(inner: Any, same: bool) -> Any:
-        return _close(inner, same and is_part, combined)
-
-    closed = _tighten(_map_schemas(schema, close))
+    closed = _map_schemas(schema, lambda inner, same: _close(inner, same and is_part, combined))
+    _tighten(closed)
     listed = schema.get("properties")
     if is_part or not isinstance(listed, Mapping) or schema.keys() & _OTHERS:
         return closed
@@ -407,7 +403,7 @@ def _close(schema: Any, is_part: bool, combined: set[int]) -> Any:
     return closed
 
 
-def _tighten(schema: dict[str, Any]) -> dict[str, Any]:
+def _tighten(schema: dict[str, Any]) -> None:
     """Exclusive bounds of numbers that are whole, as bounds beside them.
 
     llguidance takes 0 for a number between 0 and 0.5, both excluded.
@@ -419,7 +415,6 @@ def _tighten(schema: dict[str, Any]) -> dict[str, Any]:
         if schema.get("type") == "number" and bound not in schema:
             del schema[excluded]
             schema[bound] = limit + sign * max(1e-6, abs(limit) * 1e-12)
-    return schema
 
 
 def _map_schemas(schema: Mapping[str, Any], change: Callable[[Any, bool], Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,7 @@ def measure(data: bytes) -> Shape:
     if b"\\" in data:  # a quote that is escaped ends no string
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     text = np.frombuffer(data, np.uint8)
-    return _count(text[~np.logical_xor.accumulate(text == ord('"'))])
-
-
-def _count(text: np.ndarray[Any, np.dtype[np.uint8]]) -> Shape:
+    text = text[~np.logical_xor.accumulate(text == ord('"'))]
     brackets = _BRACKETS[text]
     containers, commas = int(np.count_nonzero(brackets > 0)), int(np.count_nonzero(text == ord(",")))
     if containers <= MAX_DEPTH:

@@ -78,9 +78,8 @@ class OutputParser:
         self._events: list[OutputEvent] = []
         self._reasoned = False
         self._cut = False
-        self._trial = call_parser.ObjectCallParser(
-            form=chat_format.calls
-        )  # reads an answer that may be a bare call
+        # Reads an answer that may be a bare call.
+        self._trial = call_parser.ObjectCallParser(form=chat_format.calls)
         self._tried = 0  # characters of the buffer that the trial has read
         self._read: Callable[[bool], bool] = self._read_start
         if thinking and reasoning:
@@ -154,9 +153,7 @@ class OutputParser:
     def _read_text(self, final: bool) -> bool:
         found = self._markers.find(self._buffer, final)
         if found is None:
-            kept = self._markers.count_kept(self._buffer) if not final or self._cut else 0
-            text, self._buffer = _split(self._buffer, len(self._buffer) - kept)
-            self._say(text, ContentText)
+            self._say(self._release(self._markers.count_kept, final), ContentText)
             if final:
                 if not self._run.said and not self._reasoned and not self._calls.count:
                     self._run.said = bool(self._run.blanks)  # an answer of blanks alone
@@ -187,6 +184,12 @@ class OutputParser:
         self._run.skip = _right(whole)
         return True
 
+    def _release(self, count_kept: Callable[[str], int], final: bool) -> str:
+        """Take the text out of the buffer that no marker can start in."""
+        at = len(self._buffer) - (count_kept(self._buffer) if not final or self._cut else 0)
+        text, self._buffer = self._buffer[:at], self._buffer[at:]
+        return text
+
     def _say(self, text: str, kind: TextKind) -> None:
         if self._lead and text:
             text, self._lead = text.removeprefix(self._lead), ""
@@ -201,8 +204,7 @@ class OutputParser:
         closings = self._markers.reasoning_closings
         found = [(at, core) for core in closings if (at := self._buffer.find(core)) >= 0]
         if not found:
-            kept = count_possible(self._buffer, list(closings)) if not final or self._cut else 0
-            text, self._buffer = _split(self._buffer, len(self._buffer) - kept)
+            text = self._release(lambda text: count_possible(text, list(closings)), final)
             self._events += self._run.add(text, ReasoningText)
             return False
         at, core = min(found)
@@ -237,8 +239,8 @@ class OutputParser:
         self._read = self._read_text
         text = self._calls.rest + self._calls.blanks
         if self._calls.rest and len(text) < MAX_REREAD and self._format.calls.style is not CallStyle.JSON:
-            text, again = _split(text, len(text) - len(text.lstrip()) + 1)  # another marker may overlap
-            self._buffer = again + self._buffer
+            at = len(text) - len(text.lstrip()) + 1  # another marker may overlap
+            text, self._buffer = text[:at], text[at:] + self._buffer
         self._events += self._run.add(text, ContentText)
         return bool(self._buffer) or final
 
@@ -326,10 +328,6 @@ class _TextMarkers:
             return 0
         found = self._pattern.search(text)
         return len(text) - found.start() if found is not None else count_possible(text, self._cores)
-
-
-def _split(text: str, at: int) -> tuple[str, str]:
-    return text[:at], text[at:]
 
 
 def _left(marker: str) -> str:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -119,8 +119,8 @@ class PromptBuilder:
         self._vocabulary = vocabulary
         self._template = template or ChatTemplate(BUILTIN_TEMPLATES["chatml"])
         self._tool_template = tool_template or self._template
-        self._rewrites: dict[ChatTemplate, TemplateRewrites] = {}
-        self._formats: dict[ChatTemplate, ChatFormat] = {}
+        self._find_rewrites = cache(self._derive_rewrites)
+        self._find_format = cache(self._derive_format)
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -133,16 +133,9 @@ class PromptBuilder:
 
         It is derived once. A template that says nothing, or says it too slowly, has the generic format.
         """
-        template = self._tool_template if tools else self._template
-        if template not in self._formats:
-            try:
-                self._formats[template] = self._derive(template)
-            except InvalidRequest as error:
-                log.warning("no tool-call format could be derived from the chat template: %s", error.code)
-                self._formats[template] = GENERIC
-        return self._formats[template]
+        return self._find_format(self._tool_template if tools else self._template)
 
-    def _derive(self, template: ChatTemplate) -> ChatFormat:
+    def _derive_format(self, template: ChatTemplate) -> ChatFormat:
         started = time.thread_time()
         texts = {"bos_token": self._vocabulary.begin_text, "eos_token": self._vocabulary.end_text}
 
@@ -158,7 +151,11 @@ class PromptBuilder:
         tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
         ends = [text for text, token in tokens.items() if token in self._vocabulary.ends]
         controls = {text: token for text, token in tokens.items() if self._vocabulary.is_control(token)}
-        derived = derive_format(render, controls, ends)
+        try:
+            derived = derive_format(render, controls, ends)
+        except InvalidRequest as error:
+            log.warning("no tool-call format could be derived from the chat template: %s", error.code)
+            return GENERIC
         return msgspec.structs.replace(
             derived,
             opening_ids=tokenize(derived.reasoning_openings[0].strip()),
@@ -325,13 +322,11 @@ class PromptBuilder:
             "eos_token": self._vocabulary.end_text,
         }
 
-    def _find_rewrites(self, template: ChatTemplate) -> TemplateRewrites:
-        """Find the rewrites that a template needs, once."""
-        if template not in self._rewrites:
-            found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
-            log.debug("the chat template needs these rewrites: %s", found)
-            self._rewrites[template] = found
-        return self._rewrites[template]
+    def _derive_rewrites(self, template: ChatTemplate) -> TemplateRewrites:
+        """Find the rewrites that a template needs."""
+        found = TemplateRewrites(lambda messages, tools: self._try(template, messages, tools))
+        log.debug("the chat template needs these rewrites: %s", found)
+        return found
 
     def _try(
         self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, **options: Any
@@ -360,16 +355,13 @@ class PromptBuilder:
 
 def _place(spec: ConstraintSpec, known: ChatFormat, *, thinking: bool, forced: bool) -> ConstraintSpec:
     """The constraint in force from where it belongs: after reasoning, or after the text's opening."""
+    openings, closings = (
+        tuple(map(str.strip, marks)) for marks in (known.reasoning_openings, known.reasoning_closings)
+    )
     if spec.triggers:
-        openings, closings = (
-            tuple(mark.strip() for mark in marks)
-            for marks in (known.reasoning_openings, known.reasoning_closings)
-        )
         return msgspec.structs.replace(spec, reasoning=ReasoningMarks(openings, closings, thinking))
-    triggers: tuple[str, ...] = ()
-    if thinking:
-        triggers = tuple(mark.strip() for mark in known.reasoning_closings)
-    elif known.lead and not forced:  # its text has an opening
+    triggers: tuple[str, ...] = closings if thinking else ()
+    if known.lead and not (thinking or forced):  # its text has an opening
         triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
     return msgspec.structs.replace(spec, triggers=triggers)
 
@@ -387,9 +379,8 @@ def _make_either(calls: ConstraintSpec, form: ConstraintSpec) -> ConstraintSpec:
 def _similar_efforts(effort: str, source: str) -> Iterator[str]:
     """The effort, and what a template may have in its place; no effort, only by a name that it knows."""
     if effort == "none":
-        yield from (
-            name for name in ("none", "no_think", "minimal") if re.search(f"[\"']{name}[\"']", source)
-        )
+        names = ("none", "no_think", "minimal")
+        yield from (name for name in names if re.search(f"[\"']{name}[\"']", source))
     else:
         yield effort
     yield "low" if effort in ("none", "minimal", "low") else "high"

@@ -381,12 +381,9 @@ class _Tokenizer:
         self.eos_token_id = min(vocabulary.ends)
         self.bos_token_id = None
         self.special_token_ids = [token for token in range(vocabulary.size) if vocabulary.is_control(token)]
-        special = set(self.special_token_ids)
-        # A control token must not match its own text: no UTF-8 text starts with 0xFF.
-        self.tokens = [
-            b"\xff[%d]" % token if token in special else vocabulary.piece(token)
-            for token in range(vocabulary.size)
-        ]
+        self.tokens = [*map(vocabulary.piece, range(vocabulary.size))]
+        for token in self.special_token_ids:  # must not match its own text: no UTF-8 text starts with 0xFF
+            self.tokens[token] = b"\xff[%d]" % token
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens that spell the text exactly, as in the middle of a longer one.

@@ -110,7 +110,7 @@ class NativeLogitScan(LogitScan):
             self._pool = None
 
     def wait(self, function: Any, pointer: Any, expected_s: float, size: int) -> None:
-        threads = self._count_threads(size) if size > ALONE else 1
+        threads = self._count_threads(size)
         if expected_s <= 0 or threads == 1:
             function(pointer)
         else:
@@ -119,9 +119,8 @@ class NativeLogitScan(LogitScan):
     def likeliest(self, logits: Logits, excluded: Tokens | None = None) -> list[int]:
         assert logits.dtype == np.float32
         rows, width = logits.shape
-        threads, parts = 1, 1
-        if logits.size > ALONE and (threads := self._count_threads(logits.size)) > 1:
-            parts = -(-width // self._part)
+        threads = self._count_threads(logits.size)
+        parts = -(-width // self._part) if threads > 1 else 1
         best, tokens = (c_float * (rows * parts))(), (c_int32 * (rows * parts))()
         excludes: tuple[int | None, int] = None, 0
         if excluded is not None and len(excluded):
@@ -140,7 +139,7 @@ class NativeLogitScan(LogitScan):
         rows, width = logits.shape
         if len(self._counts) < rows:
             self._make_room(rows)
-        threads = min(self._count_threads(logits.size), rows) if logits.size > ALONE else 1
+        threads = min(self._count_threads(logits.size), rows)
         shape = self._pool, threads, byref(c_float.from_buffer(logits.data)), rows, width
         top_k, gaps = zip(*prefilters, strict=True)
         filters = (c_int32 * rows)(*top_k), (c_float * rows)(*gaps), MAX_CANDIDATES
@@ -166,8 +165,8 @@ class NativeLogitScan(LogitScan):
         return tokens[:]
 
     def _count_threads(self, size: int) -> int:
-        """Number of threads that scan `size` logits together, if these are more than `ALONE`."""
-        return max(1, min(self._threads, size // self._part))
+        """Number of threads that scan `size` logits together: more than one only beyond `ALONE`."""
+        return max(1, min(self._threads, size // self._part)) if size > ALONE else 1
 
 
 def make_logit_scan(threads: int, part: int = PART) -> LogitScan:

@@ -208,9 +208,8 @@ class LlamaContext(Owned):
 
     def hidden_rows(self, count: int, width: int) -> npt.NDArray[np.float32]:
         """The last decode's hidden rows in batch order; likewise."""
-        return _view_rows(
-            ctypes.addressof(self.api.llama_get_embeddings_nextn(self.pointer).contents), count, width
-        )
+        address = ctypes.addressof(self.api.llama_get_embeddings_nextn(self.pointer).contents)
+        return _view_rows(address, count, width)
 
     def next_position(self, seq_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
@@ -239,11 +238,8 @@ class LlamaContext(Owned):
         usable = length > 0 and (checkpoint is not None or length >= shortest)
         if usable and checkpoint is not None:  # before the cut, which it allows
             usable = self.restore(seq_id, checkpoint, PARTIAL)
-        if (
-            usable
-            and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
-            and self.next_position(seq_id) == length
-        ):
+        usable = usable and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
+        if usable and self.next_position(seq_id) == length:
             return length
         self.remove(seq_id)
         return 0

@@ -21,7 +21,7 @@ import msgspec
 from cllm.backend.llama.library import LIBRARY_SUFFIX, DeferredFrees, Library, exit_reason, find, load
 from cllm.backend.llama.placement import wants_gpu
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, LibraryError, NotEnoughMemory, from_code
+from cllm.errors import CllmError, LibraryError, NotEnoughMemory
 from cllm.types import Failure
 
 HOST = "host"
@@ -119,9 +119,8 @@ class DryLoad:
     def _extrapolate(self, config: EngineConfig) -> dict[str, Sizes]:
         """Sizes of a context with more cells than can be tried, from those of two smaller ones."""
         half = MAX_CELLS // 2
-        small, large = (
-            self.measure(msgspec.structs.replace(config, ctx_size=cells)) for cells in (half, MAX_CELLS)
-        )
+        tried = (msgspec.structs.replace(config, ctx_size=cells) for cells in (half, MAX_CELLS))
+        small, large = map(self.measure, tried)
         steps = config.ctx_size / half - 1
         return {
             device: Sizes(*(int(a + steps * (b - a)) for a, b in zip(small[device], sizes, strict=True)))
@@ -153,7 +152,7 @@ class DryLoad:
             raise LibraryError(f"llama.cpp cannot sum up the memory of the model: {reason}")
         answer = msgspec.json.decode(line, type=_Answer)
         if answer.failure is not None:
-            raise from_code(answer.failure.code, answer.failure.message)
+            raise answer.failure.error()
         return answer.sizes
 
 
@@ -177,9 +176,7 @@ def _measure(config: EngineConfig, opened: dict[tuple[object, ...], Any]) -> dic
         sizes = read_sizes(library, context.pointer)
         if config.drafter != "mtp":
             return sizes
-        rows = (
-            model.vector_length * config.batch_tokens * 4
-        )  # hidden rows of a step, as numbers of four bytes
+        rows = model.vector_length * config.batch_tokens * 4  # bytes of a step's hidden rows
         with MtpContext(library, model, config, context) as head:
             for name, more in read_sizes(library, head.pointer).items():
                 old = sizes.get(name, Sizes())
@@ -199,7 +196,7 @@ def main() -> int:
         try:
             answer = _Answer(_measure(msgspec.json.decode(line, type=EngineConfig), opened))
         except CllmError as error:
-            answer = _Answer(failure=Failure(error.code, error.message))
+            answer = _Answer(failure=Failure.of(error))
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
     return 0

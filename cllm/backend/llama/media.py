@@ -203,9 +203,8 @@ class MediaEncoder(Owned):
 
     def _read_tokens(self, chunk: Any) -> list[int]:
         count = ctypes.c_size_t()
-        tokens: list[int] = self._api.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))[
-            : count.value
-        ]
+        found = self._api.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+        tokens: list[int] = found[: count.value]
         if any(token < 0 for token in tokens):  # mtmd looks them up by their spelling
             raise ModelFileError("the model's vocabulary lacks a token that its projector puts around media")
         return tokens

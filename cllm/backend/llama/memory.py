@@ -142,13 +142,10 @@ class MemoryFit:
         self.model = sum(place.model for place in self.places)
         self.kv = sum(place.kv for place in self.places)
         self.compute = sum(place.compute for place in self.places)
-        self.draft = sum(place.draft for place in self.places)
-        self.media = sum(place.media for place in self.places)
         self.needed = sum(place.needed - place.shared for place in self.places)
         tokens = min(config.embed_tokens or self.share, header.context_train)
-        limits = EmbedLimits(
-            tokens=tokens, batch_tokens=min(config.batch_tokens, tokens), chunked=header.generates
-        )
+        step = min(config.batch_tokens, tokens)
+        limits = EmbedLimits(tokens=tokens, batch_tokens=step, chunked=header.generates)
         cell_bytes = self.kv // (self.share * self.slots)
         self.embedding = sum(EmbeddingMemory.of(header, limits, cell_bytes, flash=True))
         # A compiler each in the engine and in the tokenizer worker, which keeps no grammars.
@@ -224,10 +221,9 @@ class MemoryFit:
 
     def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that each of `parallel` slots can have, in whole blocks."""
+        fits = partial(self._fits, parallel, placement=placement, roomy=True)
         blocks = range(1, self._longest // CELL_BLOCK + 1)
-        affordable = bisect(
-            blocks, True, key=lambda n: not self._fits(parallel, n * CELL_BLOCK, placement, roomy=True)
-        )
+        affordable = bisect(blocks, True, key=lambda count: not fits(count * CELL_BLOCK))
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
     def _fits(
@@ -273,11 +269,10 @@ class MemoryFit:
             uses = Sizes._fields if config.split_mode == "tensor" else ("model",)
             counted = [place(name, None, scratch) for name in found if name != HOST]
             parts = [part / sum(self._placer.parts) for part in self._placer.parts]
+            sums = {use: sum(getattr(each, use) for each in counted) for use in uses}
             for index, part in enumerate(parts):
-                sums: dict[str, Any] = {
-                    use: int(part * sum(getattr(each, use) for each in counted)) for use in uses
-                }
-                devices[index] = devices[index]._replace(**sums)._replace(reserve=DEVICE_RESERVE)
+                shares: dict[str, Any] = {use: int(part * size) for use, size in sums.items()}
+                devices[index] = devices[index]._replace(**shares, reserve=DEVICE_RESERVE)
         # The tables of the vocabulary in the processes, and logits as they are handed out.
         tables = header.vocabulary * (VOCABULARY_BYTES + 4 * used_outputs(config, header.vocabulary))
         host = place(HOST, self.available, RUNTIME + tables + (MEDIA_RUNTIME if mmproj else 0))
@@ -320,9 +315,9 @@ class MemoryFit:
         """The sum, in MiB; with layers on GPUs, of each device."""
         if self.on_gpu:
             return "; ".join(place.describe() for place in self.places if place.needed)
-        available = "unknown" if self.available is None else mib(self.available)
-        draft = f"+ draft model {mib(self.draft)} " if self.draft else ""
-        draft += f"+ mmproj {mib(self.media)} " if self.media else ""
+        host, available = self.places[0], "unknown" if self.available is None else mib(self.available)
+        draft = f"+ draft model {mib(host.draft)} " if host.draft else ""
+        draft += f"+ mmproj {mib(host.media)} " if host.media else ""
         return (
             f"model {mib(self.model)} + KV {mib(self.kv)} ({self.share} cells for each of {self.slots}) "
             f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"

@@ -300,9 +300,8 @@ class LlamaVocabulary:
         count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
         while count < 0:  # room for -count is needed
             tokens = (ctypes.c_int32 * -count)()
-            count = self._api.llama_tokenize(
-                self.pointer, data, len(data), tokens, -count, add_special, parse_special
-            )
+            room, flags = (tokens, -count), (add_special, parse_special)
+            count = self._api.llama_tokenize(self.pointer, data, len(data), *room, *flags)
         return list(tokens[:count])
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:

@@ -124,11 +124,9 @@ class MtpContext(LlamaContext):
             hidden = self.hidden_rows(ends[-1], self._width)[[end - 1 for end in ends]]
             for place, (row, token) in enumerate(zip(rows, likeliest, strict=True)):
                 drafts[row.seq_id].append(token)
-                media = MediaRows(hidden[place : place + 1])
+                at, media = row.position + len(row.tokens), MediaRows(hidden[place : place + 1])
                 if left > 1:
-                    rows[place] = Row(
-                        row.seq_id, row.position + len(row.tokens), [token], 1, None, media=media
-                    )
+                    rows[place] = Row(row.seq_id, at, [token], 1, None, media=media)
         for seq_id in drafts:  # what it drafted will come again, with the model's own rows
             self.truncate(seq_id, self._slots[seq_id].held)
         return drafts
@@ -187,10 +185,8 @@ class MtpContext(LlamaContext):
             self._catch_up([seq_id])
         slot = self._slots[seq_id]  # with no rows if that failed
         state = bytes(self.save(seq_id) or b"") if whole and not slot.lost else b""
-        rows = slot.rows[-KEPT_ROWS if whole else -1 :]
-        return b"".join(
-            (state, *(row.tobytes() for row in rows), _FOOTER.pack(len(state), len(rows), slot.computed))
-        )
+        rows = [row.tobytes() for row in slot.rows[-KEPT_ROWS if whole else -1 :]]
+        return b"".join((state, *rows, _FOOTER.pack(len(state), len(rows), slot.computed)))
 
     def split(self, state: KVState) -> tuple[memoryview, memoryview]:
         """The two parts of a saved state: the model's, and what `dump` returned."""

@@ -157,13 +157,9 @@ class Placement(NamedTuple):
         return self.starts[-1] - self.starts[0]
 
     @property
-    def cpu_layers(self) -> int:
-        return self.starts[0]
-
-    @property
     def slow_layers(self) -> int:
         """Layers for which a step waits for the CPU."""
-        return max(self.cpu_layers, self.host_experts)
+        return max(self.starts[0], self.host_experts)
 
     @property
     def complete(self) -> bool:
@@ -277,10 +273,8 @@ def _read_devices() -> Iterator[Device]:
         if kind in (_GPU, _INTEGRATED_GPU):
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             api.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            name, description = (
-                read(device).decode("utf-8", "replace")
-                for read in (api.ggml_backend_dev_name, api.ggml_backend_dev_description)
-            )
+            reads = api.ggml_backend_dev_name, api.ggml_backend_dev_description
+            name, description = (read(device).decode("utf-8", "replace") for read in reads)
             yield Device(name, description, free.value, total.value, kind == _INTEGRATED_GPU)
 
 

@@ -59,10 +59,9 @@ class LlamaSampler:
             self._lookback = max(self._lookback, get_lookback(params.dry_penalty_last_n, context))
         self._biased = [token for token, _ in params.logit_bias]
         self._recent: deque[int] | None = None  # the history, if it is short: its tokens are adjusted
-        adjusts = params.logit_bias or params.looks_back
-        if adjusts and self._lookback + len(self._biased) <= MAX_ADJUSTED:
-            self._recent = deque(maxlen=self._lookback)
         self.prefilter = TopKPrefilter(params)
+        if self.prefilter.adjusts and self._lookback + len(self._biased) <= MAX_ADJUSTED:
+            self._recent = deque(maxlen=self._lookback)
         self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)
 
     def accept(self, tokens: Sequence[int]) -> None:
