@@ -32,7 +32,8 @@ class DecodeStep:
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and its errors are chosen
 
     gain = MIN_GAIN
-    begins = 1.0  # the part of a run's beginning that the step bears
+    begins = 1.0  # the part of a run's beginning that the step bears, if it is unlike the last one
+    standing = 0  # the length of the last step's drafts
     head = False  # drafts first, and takes its time for that
 
     def __init__(
@@ -48,7 +49,7 @@ class DecodeStep:
         self.plain_s = self.seconds()
 
     def seconds(self, drafting: Collection[int] = (), length: int = 0, *, corrected: bool = True) -> float:
-        begins, head, rows = self.begins, self.head, len(self._ids)
+        begins, head, rows = self.begins * (length != self.standing), self.head, len(self._ids)
         return self.cost.decode_step_s(
             rows, self._cells, drafting, length, begins=begins, head=head, corrected=corrected
         )
@@ -109,7 +110,7 @@ class SpecDecodePolicy:
         self._draft_model, self._head = draft_model, head
         self._head_rate = 1.0  # acceptance of the head's drafts, of late; until it is wrong
         self._streak = 0  # looks in a row at which drafts would pay in a run; a head's goes on for long
-        self._drafting = False  # the last step had drafts
+        self._length = 0  # of the last step's drafts
         self._exploring = 0  # steps left of a run that measures what drafts cost
         self._across_tenants = share_across_tenants
 
@@ -119,7 +120,7 @@ class SpecDecodePolicy:
         A constraint that sleeps until a trigger allows them up to there.
         """
         self._wait = self._streak = 0  # what is new may repeat itself
-        self._drafting = False
+        self._length = 0
         constrained = request.constraint is not None and not request.constraint.triggers
         if not self.max_tokens or not request.speculate or constrained or request.prompt.spans:
             return None
@@ -173,15 +174,15 @@ class SpecDecodePolicy:
         step = DecodeStep(sequences, cost, room=room, max_step_s=max_step_s)
         step.head = self._head is not None
         step.begins = 1 / (self._streak + (TILE if step.head else 1))
-        if self._drafting and cost.records:  # to end a run is a loss, too
-            step.begins, step.gain = 0.0, 1.0
+        if cost.records and self._length:  # to end a run is a loss, too, and so is another length
+            step.standing, step.gain, step.begins = self._length, 1.0, 1 / TILE
         lengths = self._propose(sequences, step)
         plan = step.best(lengths)
         step.begins = 0.0
         self._streak = self._streak + 1 if plan.length or step.best(lengths).length else 0
         if not plan.length and len(sequences) > 1:  # a lone sequence takes the same steps every time
             plan = self._explore(step, lengths, plan)
-        self._drafting = plan.length > 0
+        self._length = plan.length
         self._look_s.observe(time.perf_counter() - began)
         if not plan.length:
             self._wait = RECORDED_AFTER if cost.records else 0

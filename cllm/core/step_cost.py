@@ -165,8 +165,10 @@ class StepCostModel:
         self._corrections: dict[tuple[int, int], float] = {}
         # What the first step of a run of drafts and the plain ones after it take longer, in plain steps.
         self.beginning = RunningMedian(self._batch1.begin)
-        self._begun_s = 0.0  # of the latest run, so far
-        self._slowed = 0  # steps left that it slows
+        self._begun_s: float | None = None  # of a run of drafts of one length, so far
+        self._last = 0, 0  # rows and draft tokens of the last decode step,
+        self._alike = 0  # and how many in a row were as it is
+        self._drafted_s = 0.0  # the head's time before the step that comes
         self._head: dict[int, RunningMedian] = {}  # the head's seconds over those measured at load, by rows
         self._attention: dict[int, float] = {}  # seconds a cell over those of a lone row, by kind of context
         self._saving, self._restoring = RunningMedian(DEFAULT_TRANSFER_S), RunningMedian(DEFAULT_TRANSFER_S)
@@ -182,7 +184,8 @@ class StepCostModel:
             shape = StepShape.of(batch, result.ubatches, split=self.split)
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
             self.observe_shape(shape, seconds - sampling_s)
-            self._observe_decode(batch, shape, max(seconds, result.period_s))
+            self._observe_decode(batch, shape, max(seconds, result.period_s - self._drafted_s))
+        self._drafted_s = 0.0
 
     def observe_shape(self, shape: StepShape, seconds: float) -> None:
         seconds = max(seconds, TINY)
@@ -299,7 +302,8 @@ class StepCostModel:
 
     def observe_head(self, rows: int, length: int, seconds: float) -> None:
         """Learn from drafts of the model's head."""
-        if rows > 1 and not self.frozen and (step := self.step) is not None:
+        self._drafted_s = seconds
+        if rows > 1 and self.settled and not self.frozen and (step := self.step) is not None:
             expected_s = length * self._batch1.head * (step.ubatch + step.row)
             self._head.setdefault(rows, RunningMedian(1.0)).observe(seconds / max(TINY, expected_s))
 
@@ -323,28 +327,31 @@ class StepCostModel:
     def _observe_decode(self, batch: Batch, shape: StepShape, seconds: float) -> None:
         """Learn from a step without a prompt.
 
-        On a GPU the first step of a run with drafts is slow, and so are the plain ones after the last: what
-        they take longer is the price of beginning a run, not of its steps.
+        On a GPU the first ones of a shape are slow, as it is recorded anew: what they take longer is
+        the price of a run of drafts and of its end, not of its steps.
         """
         rows, drafted = len(batch.rows), batch.token_count - len(batch.rows)
-        slowed, self._slowed = self._slowed, 0
+        last, self._last = self._last, (rows, drafted)
+        self._alike = self._alike + 1 if self._last == last else 1
         if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
             return
         kind = rows.bit_length(), drafted.bit_length()
-        if drafted and self.records:
-            self._slowed = RECORDED_AFTER
-        begins, recovers = self._slowed > 0 and not slowed, slowed > 0 and not drafted
-        if (begins or recovers) and (step := self.step) is not None:
-            longer_s = seconds - step.seconds(shape) * self._correction(kind)
-            if begins:
-                self._begun_s = longer_s
-                return
-            self._begun_s, self._slowed = self._begun_s + longer_s, slowed - 1
-            if not self._slowed:
-                self.beginning.observe(max(0.0, self._begun_s) / max(TINY, step.seconds(shape)))
-            return
-        self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append([shape, seconds])
-        self._corrections.clear() if drafted else self._corrections.pop(kind, None)
+        if self.settled:
+            self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append([shape, seconds])
+            self._corrections.clear() if drafted else self._corrections.pop(kind, None)
+        elif (step := self.step) is not None:
+            if self._alike == 1 and (drafted or last[0] != rows):
+                self._begun_s = None if last[1] or last[0] != rows else 0.0
+            if self._begun_s is not None:
+                self._begun_s += seconds - step.seconds(shape) * self._correction(kind)
+                if not drafted and self._alike == RECORDED_AFTER:
+                    self.beginning.observe(max(0.0, self._begun_s) / max(TINY, step.seconds(shape)))
+                    self._begun_s = None
+
+    @property
+    def settled(self) -> bool:
+        """True if the last step was one of many alike, as far as that matters."""
+        return not self.records or self._alike > RECORDED_AFTER
 
     # Transfers -------------------------------------------------------------------------------------
 

@@ -30,8 +30,9 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_head(tmp_path_factory.mktemp("mtp") / "knowing.gguf", right=0.8)
 
 
-@pytest.fixture
-def opened(models: dict[str, Path]) -> Iterator[Opened]:
+@pytest.fixture(params=[False, True], ids=["as-needed", "repeats"])
+def opened(models: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Opened]:
+    """Also with steps of the head as a GPU gets them."""
     runners: list[LlamaRunner] = []
 
     def make(model: Path | Kind, *, draft: str = "mtp", unified: bool = False) -> LlamaRunner:
@@ -52,6 +53,8 @@ def opened(models: dict[str, Path]) -> Iterator[Opened]:
             cache_type_v="f32",
         )
         runners.append(LlamaRunner(config))
+        if runners[-1]._head is not None:
+            runners[-1]._head.repeats = request.param
         return runners[-1]
 
     yield make

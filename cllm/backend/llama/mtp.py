@@ -36,6 +36,7 @@ class _Slot:
         self.held = 0  # in the head's: one more than `computed` after drafts
         self.newest = -1  # that one
         self.waiting: list[int] = []  # tokens between the two
+        self.given: list[int] = []  # the newest of those in the head's
         self.rows = [row]  # before the first token there is a row of zeros
         self.lost = False  # the head's KV: no drafts until the slot is filled anew
 
@@ -55,13 +56,23 @@ class _Slot:
         media = MediaRows(np.stack(self.rows[begin : begin + len(tokens)]))
         row = Row(seq_id, self.held, tokens, len(newest), None, media=media)
         self.held, self.newest = self.held + len(tokens), tokens[-1]
+        self.given = [*self.given, *tokens][-KEPT_ROWS:]
         del self.waiting[:count]
         return row
+
+    def give_back(self, count: int) -> int:
+        """The head is to get so many tokens again, as far as they are known. Returns the tokens it keeps."""
+        count = max(0, min(count, len(self.given), len(self.rows) - (self.computed - self.held) - 1))
+        begin = len(self.given) - count
+        self.waiting[:0], self.held = self.given[begin:], self.held - count
+        del self.given[begin:]
+        return self.held
 
     def cut(self, length: int, row: HiddenRow) -> bool:
         """The model has cut it. False if the newest token's row was not kept: then `row` stands for it."""
         gone = max(0, self.computed - length)
         del self.waiting[max(0, length - self.held) :]
+        del self.given[max(0, len(self.given) - max(0, self.held - length)) :]
         self.held, self.computed = min(self.held, length), min(self.computed, length)
         del self.rows[max(0, len(self.rows) - gone) :]
         known = bool(self.rows)
@@ -76,9 +87,17 @@ class MtpContext(LlamaContext):
     """
 
     def __init__(
-        self, library: Library, model: LlamaModel, config: EngineConfig, target: LlamaContext
+        self,
+        library: Library,
+        model: LlamaModel,
+        config: EngineConfig,
+        target: LlamaContext,
+        *,
+        repeats: bool = False,
     ) -> None:
+        """With `repeats` the device repeats steps of a shape from their recording: see `draft`."""
         super().__init__(library, model, config, target.deferred_frees, target=target)
+        self.repeats = repeats
         self._target, self._width = target, int(self.api.llama_model_n_embd_out(model.pointer))
         # Of every token: of those with output alone, the head's rows are wrong.
         for context in (self, target):
@@ -109,13 +128,23 @@ class MtpContext(LlamaContext):
         self._catch_up([row.seq_id for row in rows if len(self._slots[row.seq_id].waiting) > MAX_WAITING])
 
     def draft(self, newest: Mapping[int, int], length: int) -> dict[int, list[int]]:
-        """The likeliest `length` tokens to follow the newest of each slot; none of a slot that is lost."""
+        """The likeliest `length` tokens to follow the newest of each slot; none of a slot that is lost.
+
+        With `repeats` each of the head's steps has equally many tokens of each slot, the newest ones, however
+        many are new: what has been recorded takes half the time, and slots of equal length share a ubatch.
+        """
         for seq_id in newest:
             self._follow(seq_id)
-        if sum(len(self._slots[seq_id].waiting) + 1 for seq_id in newest) > self.limits.batch_tokens:
+        room = self.limits.batch_tokens
+        window = min(length, room // max(1, len(newest)) - 1) if self.repeats else 0
+        if sum(max(len(self._slots[each].waiting), window) + 1 for each in newest) > room:
             self._catch_up(newest)
         drafts: dict[int, list[int]] = {each: [] for each in sorted(newest) if not self._slots[each].lost}
-        rows = [self._slots[each].take(each, MAX_WAITING, (newest[each],)) for each in drafts]
+        rows = []
+        for seq_id in drafts:
+            slot = self._slots[seq_id]
+            self.truncate(seq_id, slot.give_back(window - len(slot.waiting)))
+            rows.append(slot.take(seq_id, MAX_WAITING, (newest[seq_id],)))
         for left in range(length, 0, -1):
             if not rows or not self._compute(rows):
                 return {}
@@ -124,20 +153,27 @@ class MtpContext(LlamaContext):
             hidden = self.hidden_rows(ends[-1], self._width)[[end - 1 for end in ends]]
             for place, (row, token) in enumerate(zip(rows, likeliest, strict=True)):
                 drafts[row.seq_id].append(token)
-                at, media = row.position + len(row.tokens), MediaRows(hidden[place : place + 1])
                 if left > 1:
-                    rows[place] = Row(row.seq_id, at, [token], 1, None, media=media)
+                    rows[place] = self._follow_up(row, token, hidden[place : place + 1], window)
         for seq_id in drafts:  # what it drafted will come again, with the model's own rows
             self.truncate(seq_id, self._slots[seq_id].held)
         return drafts
+
+    def _follow_up(self, row: Row, token: int, hidden: HiddenRow, again: int) -> Row:
+        """The row after a row of the head's: a token, and before it as many as it is to get again."""
+        assert row.media is not None
+        begin = max(1, len(row.tokens) - again)
+        position, rows = row.position + begin, np.concatenate((row.media.rows[begin:], hidden))
+        self.truncate(row.seq_id, position)
+        return Row(row.seq_id, position, [*row.tokens[begin:], token], 1, None, media=MediaRows(rows))
 
     def measure_s(self, rounds: int) -> float:
         """Seconds for a token of a draft; all slots are empty, and slot 0 is again afterwards."""
         shortest = math.inf
         for _ in range(rounds):
             started = time.perf_counter()
-            self.draft({0: 0}, rounds)
-            shortest = min(shortest, (time.perf_counter() - started) / rounds)
+            self.draft({0: 0}, 1)
+            shortest = min(shortest, time.perf_counter() - started)
         self._cut(0, 0)
         return shortest
 

@@ -121,7 +121,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
     def _open_head(self) -> None:
         if not self.limits.rollback_tokens:
             check_cuttable(self.info, "served")
-        self._head = MtpContext(self._library, self._model, self._config, self)
+        self._head = MtpContext(self._library, self._model, self._config, self, repeats=self.asynchronous)
         self._open.callback(self._head.close)
         sizes = zip(*read_sizes(self._library, self._head.pointer).values(), strict=True)
         self._head_bytes = sum(map(sum, sizes)) - self._sizes.model  # the weights are in both
