@@ -114,13 +114,9 @@ EXAMPLE = ResponseObject(
 
 
 EXAMPLE_EVENTS = encode_events(
-    [
-        make_event("response.created", sequence_number=0, response=EXAMPLE),
-        make_event(
-            "response.output_text.delta", sequence_number=4, output_index=0, item_id="msg_1", delta="AI"
-        ),
-        make_event("response.completed", sequence_number=9, response=EXAMPLE),
-    ]
+    make_event("response.created", sequence_number=0, response=EXAMPLE),
+    make_event("response.output_text.delta", sequence_number=4, output_index=0, item_id="msg_1", delta="AI"),
+    make_event("response.completed", sequence_number=9, response=EXAMPLE),
 )
 
 
@@ -165,17 +161,7 @@ async def find_conversation(
         return None
     if body.conversation.id is not None or not body.store:
         return body.conversation.id
-    return (await _begin(http, shapes.ConversationBody())).id
-
-
-async def _begin(http: HttpRequest, body: shapes.ConversationBody) -> shapes.ConversationObject:
-    """Store a new conversation. Raises StorageFailed, NotFound where nothing is stored."""
-    (store, tenant), created = get_jobs(http), time.time()
-    new = shapes.ConversationObject(f"conv_{uuid.uuid4().hex}", int(created), body.metadata)
-    expires = created + http.app.state.response_ttl
-    stored = StoredObject(new.id, tenant, created, expires, record=_encode(new), more=_encode(body.items))
-    await store.run(JobDatabase.add, "conversation", stored)
-    return new
+    return (await create_conversation(shapes.ConversationBody(), http)).id
 
 
 def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
@@ -510,7 +496,12 @@ async def delete(response_id: str, http: HttpRequest) -> DeletedObject:
 @responses.post("/v1/conversations")
 async def create_conversation(body: shapes.ConversationBody, http: HttpRequest) -> shapes.ConversationObject:
     """Begin a conversation, which `conversation` of a response continues; it may have items already."""
-    return await _begin(http, body)
+    (store, tenant), created = get_jobs(http), time.time()
+    new = shapes.ConversationObject(f"conv_{uuid.uuid4().hex}", int(created), body.metadata)
+    expires = created + http.app.state.response_ttl
+    stored = StoredObject(new.id, tenant, created, expires, record=_encode(new), more=_encode(body.items))
+    await store.run(JobDatabase.add, "conversation", stored)
+    return new
 
 
 @responses.get("/v1/conversations/{conversation_id}")
