@@ -26,6 +26,7 @@ import msgspec
 
 from cllm.config import ServerConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, NotFound, StorageFailed
+from cllm.workers.executor import settle
 
 log = logging.getLogger(__name__)
 Kind = Literal["file", "batch", "response", "conversation"]
@@ -438,10 +439,7 @@ class JobStore:
         except BaseException as error:
             results = [_make_failure(error)] * len(begun)
         for (_, future), result in zip(begun, results, strict=True):
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            settle(future, result)
 
     def _open(self) -> JobDatabase:
         if self._folder is None:
