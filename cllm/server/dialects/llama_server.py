@@ -311,17 +311,11 @@ async def complete(
     request = _replace(request, media=media or {})
     request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [
-        await spell(engine, tokens.items) if text is None else text
-        for tokens, text in zip(prompts, texts, strict=True)
+        (prompt.items, await spell(engine, prompt.items) if text is None else text)
+        for prompt, text in zip(prompts, texts, strict=True)
     ]
     info, limits = loaded(engine)
-    call = Completions(
-        body,
-        request,
-        info.name,
-        limits.request_tokens,
-        [(prompt.items, text) for prompt, text in zip(prompts, shown, strict=True)],
-    )
+    call = Completions(body, request, info.name, limits.request_tokens, shown)
     streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:
         loop = asyncio.get_running_loop()
