@@ -36,7 +36,6 @@ from cllm.server.job_store import (
     LineCounts,
     LineTokens,
     StoredObject,
-    name_file,
 )
 from cllm.server.keys import KeyRing
 
@@ -292,11 +291,10 @@ class BatchRunner:
         return StoredObject(file_id, batch.tenant, now, file.expires_at or None, record=_encode(file))
 
     def _finish(
-        self, status: str, stored: StoredObject, counts: LineCounts, tokens: LineTokens
+        self, status: str, stored: StoredObject, files: dict[int, str], counts: LineCounts, tokens: LineTokens
     ) -> StoredObject:
         batch = _decode(stored.record)
         batch.finalizing_at, batch.request_counts, batch.usage = int(time.time()), counts, tokens
-        batch.output_file_id = name_file(stored.id, DONE) if counts.completed else None
-        batch.error_file_id = name_file(stored.id, FAILED) if counts.failed else None
+        batch.output_file_id, batch.error_file_id = files.get(DONE), files.get(FAILED)
         batch.enter(status)
         return _replace(stored, active=False, expires=time.time() + self._ttl, record=_encode(batch))
