@@ -132,17 +132,14 @@ def main(
     except ConnectionError:
         return 0  # the parent is gone
     except Exception as error:
-        channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
+        if isinstance(error, CllmError):  # it explains itself; others belong in the log
+            died = Died(error.code, error.message)
+        else:
+            log.exception("the %s process failed", role)
+            died = Died("engine_died", f"the {role} process failed: {type(error).__name__}")
+        channel.send(msgspec.msgpack.encode(died))
         return 1
     return 0
-
-
-def _explain(error: Exception, failed: str) -> Died:
-    """The last report of what failed. A CllmError explains itself; others belong in the log."""
-    if isinstance(error, CllmError):
-        return Died(error.code, error.message)
-    log.error("the %s failed", failed, exc_info=error)
-    return Died("engine_died", f"the {failed} failed: {type(error).__name__}")
 
 
 if __name__ == "__main__":
