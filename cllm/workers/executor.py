@@ -182,13 +182,9 @@ class ProcessTokenizer:
     ) -> None:
         self._role = role
         self._capacity = MEDIA_AT_ONCE if role == "media" else THREADS
+        reports = messages.TokenizerReady | messages.TokenizerReply
         self._supervisor = Supervisor(
-            role,
-            config,
-            messages.TokenizerReady | messages.TokenizerReply,
-            beat=self._keep_limits,
-            log_level=log_level,
-            module=module,
+            role, config, reports, beat=self._keep_limits, log_level=log_level, module=module
         )
         self._backoff = Backoff()
         self._lock = threading.RLock()

@@ -188,14 +188,9 @@ class Completions(NamedTuple):
 
     def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
         """A finished answer, or (without outputs before the last) the last event of a stream."""
-        body = self.body
+        body, prompt = self.body, self.prompt(index)[1]
         answer = make_completion(
-            self.request,
-            stream,
-            outputs,
-            model=self.model,
-            prompt=self.prompt(index)[1],
-            context=self.context,
+            self.request, stream, outputs, model=self.model, prompt=prompt, context=self.context
         )
         limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stream": body.stream}
         answer = _replace(

@@ -207,10 +207,8 @@ class ResponseRenderer(BlockRenderer):
         self.first = self._sent = (attempt - 1) * ATTEMPT_EVENTS
 
     def start(self) -> list[StreamEvent]:
-        return [
-            self._event("response.created", response=self.body()),
-            self._event(f"response.{self._status}", response=self.body()),
-        ]
+        kinds = ("created", self._status)
+        return [self._event(f"response.{kind}", response=self.body()) for kind in kinds]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered: list[StreamEvent] = []
