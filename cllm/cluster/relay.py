@@ -316,9 +316,8 @@ class Relay:
             self._emit(merge_ready(ready))
         elif self._absent_since is None:
             self._absent_since = self._clock()
-            self._emit(
-                messages.Unready(f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one")
-            )
+            why = f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one"
+            self._emit(messages.Unready(why))
         self._emit(self.report())
 
     def keep_limits(self) -> None:

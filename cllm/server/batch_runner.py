@@ -256,14 +256,12 @@ class BatchRunner:
 
     async def _end_if_done(self, work: BatchWork) -> None:
         """Write the files of a batch that has no line left, or was cancelled, or has expired."""
-        batch, status = work.batch, ""
+        batch, status, message = work.batch, "completed", ""
         if batch.status == "cancelling" or not self._keys.allows(work.stored.tenant):
             status, message = "cancelled", "the batch was cancelled before this line was computed"
         elif time.time() >= batch.expires_at:
             status, message = "expired", "the batch expired before this line was computed"
-        elif work.read_all and not work.lines and not work.running:
-            status, message = "completed", ""
-        if not status:
+        elif work.lines or work.running or not work.read_all:
             return
         work.ending = True
         for task in work.running:

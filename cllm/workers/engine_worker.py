@@ -112,8 +112,7 @@ def main(
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first
     configure_logging(log_level)
     channel = Channel(socket.socket(fileno=int(descriptor)))
-    first = channel.receive()
-    if first is None:
+    if (first := channel.receive()) is None:
         return 0
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     try:

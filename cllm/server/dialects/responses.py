@@ -343,10 +343,8 @@ def make_keeper(
         new = make_stored(body, response, tenant, ttl)
 
         def extend(old: StoredObject) -> StoredObject:
-            joint = b"," if len(old.more) > 2 else b""
-            return msgspec.structs.replace(
-                old, expires=new.expires, more=old.more[:-1] + joint + new.more[1:]
-            )
+            more = old.more[:-1] + (b"," if len(old.more) > 2 else b"") + new.more[1:]
+            return msgspec.structs.replace(old, expires=new.expires, more=more)
 
         def end(old: StoredObject) -> StoredObject:
             same = {"created": old.created, "previous": old.previous}
