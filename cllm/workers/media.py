@@ -167,9 +167,8 @@ class MediaWorker:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
-                limits.check(
-                    size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures"
-                )
+                advice = "send fewer or smaller pictures"
+                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", advice)
                 rows |= found.rows
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)

@@ -224,14 +224,13 @@ class Completions(NamedTuple):
         self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
     ) -> shapes.LlamaEvent:
         count = len(self.prompt(index)[0])
-        timed = self.body.timings_per_token
         return shapes.LlamaEvent(
             index=index,
             content=output.text,
             tokens=output.tokens,
             tokens_predicted=generated,
             tokens_evaluated=count,
-            timings=get_timings(stream, count) if timed else UNSET,
+            timings=get_timings(stream, count) if self.body.timings_per_token else UNSET,
             completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
         )
 
