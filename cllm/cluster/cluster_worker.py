@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import sys
@@ -30,10 +29,9 @@ from cllm.config import ClusterConfig
 from cllm.errors import CllmError
 from cllm.messages import Command, Died, Heartbeat, Report
 from cllm.process import configure_logging, new_event_loop
-from cllm.workers.channel import Channel
+from cllm.workers.channel import Channel, read_commands
 
 log = logging.getLogger(__name__)
-BAD_COMMAND = 3  # the exit code after a command that cannot be decoded
 
 
 class Connection:
@@ -210,18 +208,6 @@ class ClusterWorker:
         why = f"nothing came for {self.SILENCE_LIMIT_S:.0f} s" if silent else "its connection ended"
         self._relay.leave(replica, why)
         self._flush_soon()
-
-
-def read_commands(channel: Channel, post: Callable[[Command], None]) -> None:
-    """Pass the parent's commands on. The end of the input ends the process."""
-    decoder = msgspec.msgpack.Decoder(Command)
-    try:
-        while (frame := channel.receive()) is not None:
-            post(decoder.decode(frame))
-    except Exception as error:
-        log.critical("a command could not be read: %s", type(error).__name__)
-        os._exit(BAD_COMMAND)
-    os._exit(0)
 
 
 async def _serve(channel: Channel, config: ClusterConfig, directory: Directory) -> None:

@@ -125,13 +125,9 @@ def count_replicas(
     reporting = len(kv_used)
     if not reporting or slots <= 0:
         return now
-    needed = reporting
-    if sum(kv_used) >= MAX_KV_USED * reporting:
-        needed = reporting + 1
-    if waiting > 0:
-        needed = max(needed, reporting + math.ceil(waiting / slots))
-    if needed > reporting:
-        return max(now, needed)
+    full = sum(kv_used) >= MAX_KV_USED * reporting
+    if more := max(int(full), math.ceil(waiting / slots)):
+        return max(now, reporting + more)
     fewer = reporting - 1
     if fewer > 0 and (
         sum(kv_used) <= KV_LEFT_FOR_FEWER * fewer and requests <= SLOTS_LEFT_FOR_FEWER * slots * fewer

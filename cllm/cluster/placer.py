@@ -125,11 +125,10 @@ class ReplicaChoice(msgspec.Struct, frozen=True):
 class _Replica:
     """State of one replica: its last report, and the requests placed there since."""
 
-    def __init__(self, report: ReplicaReport) -> None:
+    def __init__(self) -> None:
         self.requests: dict[str, int] = {}  # by id: pending tokens
         self.placed: dict[str, ReplicaChoice] = {}  # by this placer, not ended
         self.ready_s = 0.0  # until it begins with a new prompt
-        self.renew(report)
 
     def renew(self, report: ReplicaReport) -> None:
         """Take a report. It lacks requests on their way; those with a first token are pending no more."""
@@ -166,10 +165,8 @@ class ReplicaPlacer:
 
     def report(self, replica: int, report: ReplicaReport) -> None:
         """Take the report of a replica; with the first one it joins."""
-        if (known := self._replicas.get(replica)) is None:
-            known = self._replicas[replica] = _Replica(report)
-        else:
-            known.renew(report)
+        known = self._replicas.setdefault(replica, _Replica())
+        known.renew(report)
         if report.blocks is not None:
             on_their_way = (block for each in known.placed.values() for block in each.blocks)
             self.index.replace(replica, {*report.blocks, *on_their_way})

@@ -19,8 +19,8 @@ from cllm import messages
 from cllm.cluster.link import Draining, FromReplica
 from cllm.cluster.placer import ReplicaChoice, ReplicaPlacer, ReplicaReport, hash_blocks
 from cllm.cluster.replica_metrics import ReplicaMetrics, add_states, add_work, merge_ready
-from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
-from cllm.types import Failure, FinishReason, Request, RequestOutput
+from cllm.errors import EngineNotReady, NotSupported, PoisonRequest
+from cllm.types import Failure, Request, RequestOutput
 from cllm.workers.supervisor import ResumableRequest
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Relay:
             for queue in (self._waiting, self._suspects):
                 if relayed in queue:
                     queue.remove(relayed)
-            self._fail(relayed)
+            self._end(relayed, relayed.make_end())
 
     # Placement ---------------------------------------------------------------------------------------
 
@@ -293,9 +293,10 @@ class Relay:
             self._isolated = None
         for relayed in moved:
             if relayed.cancelled:
-                self._fail(relayed)
+                self._end(relayed, relayed.make_end())
             elif relayed in failed:
-                self._fail(relayed, PoisonRequest("a replica died each time it computed this request"))
+                error = PoisonRequest("a replica died each time it computed this request")
+                self._end(relayed, relayed.make_end(error))
             else:
                 relayed.resume()
                 self.moved += 1
@@ -315,9 +316,8 @@ class Relay:
             self._emit(merge_ready(ready))
         elif self._absent_since is None:
             self._absent_since = self._clock()
-            self._emit(
-                messages.Unready(f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one")
-            )
+            why = f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one"
+            self._emit(messages.Unready(why))
         self._emit(self.report())
 
     def keep_limits(self) -> None:
@@ -328,7 +328,7 @@ class Relay:
         waiting, self._waiting = [*self._waiting, *self._suspects], deque()
         self._suspects.clear()
         for relayed in waiting:
-            self._fail(relayed, error)
+            self._end(relayed, relayed.make_end(error))
         self.flush()
         running = any(replica.requests for replica in self.replicas)  # where one drains
         if not (self._given_up or running):
@@ -366,13 +366,6 @@ class Relay:
             else:
                 self._detach(relayed)
                 self._end(relayed, output)
-
-    def _fail(self, relayed: RelayedRequest, error: CllmError | None = None) -> None:
-        """End a request that no replica computes: with an error, or as cancelled."""
-        reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
-        failure = None if error is None else Failure(error.code, error.message)
-        output = RequestOutput(request_id=relayed.request.id, finish_reason=reason, error=failure)
-        self._end(relayed, output)
 
     def _end(self, relayed: RelayedRequest, output: RequestOutput) -> None:
         del self._requests[relayed.request.id]

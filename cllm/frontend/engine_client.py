@@ -187,9 +187,7 @@ class EngineClient:
             return
         state.cancelled = True
         if state.stage is Stage.QUEUED:
-            self._end(
-                state, types.RequestOutput(request_id=request_id, finish_reason=types.FinishReason.CANCELLED)
-            )
+            self._end(state, state.make_end())
             self._dispatch()  # others may have waited for it
         else:
             self._executor.send(messages.Cancel(request_id))
@@ -246,7 +244,7 @@ class EngineClient:
                     if not isinstance(error, errors.CllmError):
                         log.exception("request %s could not be sent to the engine", state.request.id)
                         error = errors.EngineError("this request could not be sent to the engine")
-                    self._fail(state, error)
+                    self._end(state, state.make_end(error))
         due = self._queue.look_again_at
         if sent and due is not None and due > self._looks_at:
             assert self._loop is not None
@@ -358,11 +356,11 @@ class EngineClient:
         log.error("the engine died: %s (%d requests lost, %d go on)", error, len(lost), len(kept))
         for state in lost:
             if state.cancelled:
-                reason = types.FinishReason.CANCELLED
-                self._end(state, types.RequestOutput(request_id=state.request.id, finish_reason=reason))
+                self._end(state, state.make_end())
             else:
                 self._backoff.progress()
-                self._fail(state, errors.PoisonRequest("the engine died each time it computed this request"))
+                poison = errors.PoisonRequest("the engine died each time it computed this request")
+                self._end(state, state.make_end(poison))
         delay_s = self._backoff.next_delay()
         if self._backoff.exhausted:
             times = f"the engine crashed {self._backoff.count} times in a row"
@@ -381,7 +379,7 @@ class EngineClient:
         self.error = error
         if not waits:
             for state in self._queue.requests:
-                self._fail(state, error)
+                self._end(state, state.make_end(error))
             log.critical("the engine is given up: %s", error)
 
     # Endings -----------------------------------------------------------------------------------------
@@ -390,16 +388,7 @@ class EngineClient:
         """End a request from this side; the engine frees what it holds as after a cancel."""
         if state.stage is Stage.ENGINE:
             self._executor.send(messages.Cancel(state.request.id))
-        self._fail(state, error)
-
-    def _fail(self, state: RequestState, error: errors.CllmError) -> None:
-        failure = types.Failure(error.code, error.message)
-        self._end(
-            state,
-            types.RequestOutput(
-                request_id=state.request.id, finish_reason=types.FinishReason.ERROR, error=failure
-            ),
-        )
+        self._end(state, state.make_end(error))
 
     def _end(self, state: RequestState, output: types.RequestOutput) -> None:
         """The one place where a request leaves the table, with its one terminal output."""

@@ -421,8 +421,8 @@ class EngineRegistry:
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
-        for model in self.served:
-            model.end_all()
+        for engine in [engine for model in self.served for engine in model.engines]:
+            engine.end_all()
 
     def stop(self) -> None:
         """End all engines, at the same time. From any thread."""

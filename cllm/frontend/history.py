@@ -41,8 +41,7 @@ class History:
             self._buckets.clear()
         self.totals = totals
         self._buckets.append(buckets)
-        sampled_at = time.time()
-        row: list[float | None] = [round(sampled_at, 2)]
+        row: list[float | None] = [round(time.time(), 2)]
         rates = ((totals[name] - last.get(name, totals[name])) / passed_s for name in RATES.values())
         row += [round(rate, 4) if rate < 10 else round(rate) for rate in rates]  # never quite a second
         row += [totals[name] for name in GAUGES.values()]

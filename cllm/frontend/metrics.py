@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -125,11 +126,8 @@ class EngineMetrics:
     def ended(self, state: RequestState, output: RequestOutput, now: float) -> None:
         """Account for a request that has ended: here, in the request log, and with a line in the log."""
         assert output.finish_reason is not None and output.usage is not None
-        usage, reason, queue_s = (
-            output.usage,
-            output.finish_reason.value,
-            (state.dispatched or now) - state.arrived,
-        )
+        usage, reason = output.usage, output.finish_reason.value
+        queue_s = (state.dispatched or now) - state.arrived
         self.finished.labels(reason).inc()
         if output.error is not None:
             self.failed.labels(output.error.code).inc()
@@ -293,11 +291,8 @@ class PlainHistogram(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Cumulative, as the exposition format has it."""
-        buckets: list[tuple[str, float]] = []
-        seen = 0
-        for bound, count in zip((*map(float, self._bounds), float("inf")), tuple(self._counts), strict=True):
-            seen += count
-            buckets.append((str(bound) if bound < float("inf") else "+Inf", seen))
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = [*zip(names, accumulate(tuple(self._counts)), strict=True)]
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
@@ -316,6 +311,10 @@ class RequestRecord(msgspec.Struct, frozen=True, array_like=True):
     prompt: int
     cached: int
     generated: int
+
+
+def _round(ms: float) -> float:
+    return round(ms, 2 if ms < 100 else 0)
 
 
 class LatencyPoint(msgspec.Struct):
@@ -338,12 +337,10 @@ class LatencyPoint(msgspec.Struct):
 
     def figures(self) -> tuple[float, float, float | None, float | None]:
         """Mean and maximum in milliseconds: to the first token, then between two tokens."""
-        figures = [self.first_sum / self.first_count, self.first_max]
-        if self.gap_count:
-            figures += [self.gap_sum / self.gap_count, self.gap_max]
-        first_mean, first_max, *gaps = [round(each, 2 if each < 100 else 0) for each in figures]
-        gap_mean, gap_max = gaps or (None, None)
-        return first_mean, first_max, gap_mean, gap_max
+        gap = (
+            (_round(self.gap_sum / self.gap_count), _round(self.gap_max)) if self.gap_count else (None, None)
+        )
+        return _round(self.first_sum / self.first_count), _round(self.first_max), *gap
 
 
 class RequestLog:
@@ -382,20 +379,16 @@ class RequestLog:
                 self.points[-1].merge(point)
             self.measured += 1
         usage, ended_at = output.usage, time.time()
-        queue_ms, total_ms = 1000 * ((state.dispatched or now) - state.arrived), 1000 * (now - state.arrived)
-        spans = (queue_ms, first_ms, gap_ms, total_ms)
-        shown: list[Any] = [each if each is None else round(each, 2 if each < 100 else 0) for each in spans]
-        queue_ms, first_ms, gap_ms, total_ms = shown
         record = RequestRecord(
             self.count,
             output.request_id[-8:],  # as much as finds it in the log
             state.tenant.name,
             output.error.code if output.error is not None else output.finish_reason.value,
             round(ended_at, 1),
-            queue_ms,
-            first_ms,
-            gap_ms,
-            total_ms,
+            _round(1000 * ((state.dispatched or now) - state.arrived)),
+            first_ms and _round(first_ms),
+            gap_ms and _round(gap_ms),
+            _round(1000 * (now - state.arrived)),
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,

@@ -240,10 +240,8 @@ class RequestQueue:
             return None
         # Of those replayed, at the head of either queue, the one that must run alone next.
         heads = [each.replayed[0] for each in (self._generation, self._embedding) if each.replayed]
-        suspects = [state for state in heads if state.alone]
-        if suspects and (
-            running is not None or min(suspects, key=lambda each: each.arrived).queue is not queue
-        ):
+        suspect = min((each for each in heads if each.alone), key=lambda each: each.arrived, default=None)
+        if suspect is not None and (running is not None or suspect.queue is not queue):
             return None
         sequences, generation = limits.max_running, queue is self._generation
         # When order does not matter, the engine is given a few more than it can run.
@@ -307,8 +305,7 @@ class RequestQueue:
         lost: list[RequestState] = []
         kept: list[RequestState] = []
         for state in list(self._engine.values()):
-            to_blame = state.blame()
-            (lost if state.cancelled or to_blame else kept).append(state)
+            (lost if state.blame() or state.cancelled else kept).append(state)
         if (now := time.monotonic()) >= self.tenants.period_end:
             self.tenants.advance(now)  # they were in the engine until now
         for state in reversed(kept):

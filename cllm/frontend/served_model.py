@@ -438,11 +438,6 @@ class ServedModel:
         for engine in tuple(self.engines):
             engine.drain()
 
-    def end_all(self) -> None:
-        """The time to drain is over: every request left ends with an error."""
-        for engine in tuple(self.engines):
-            engine.end_all()
-
     def stop(self) -> None:
         self.phase = Phase.CLOSING
         for engine in tuple(self.engines):

@@ -36,7 +36,6 @@ from cllm.server.job_store import (
     LineCounts,
     LineTokens,
     StoredObject,
-    name_file,
 )
 from cllm.server.keys import KeyRing
 
@@ -257,14 +256,12 @@ class BatchRunner:
 
     async def _end_if_done(self, work: BatchWork) -> None:
         """Write the files of a batch that has no line left, or was cancelled, or has expired."""
-        batch, status = work.batch, ""
+        batch, status, message = work.batch, "completed", ""
         if batch.status == "cancelling" or not self._keys.allows(work.stored.tenant):
             status, message = "cancelled", "the batch was cancelled before this line was computed"
         elif time.time() >= batch.expires_at:
             status, message = "expired", "the batch expired before this line was computed"
-        elif work.read_all and not work.lines and not work.running:
-            status, message = "completed", ""
-        if not status:
+        elif work.lines or work.running or not work.read_all:
             return
         work.ending = True
         for task in work.running:
@@ -292,11 +289,10 @@ class BatchRunner:
         return StoredObject(file_id, batch.tenant, now, file.expires_at or None, record=_encode(file))
 
     def _finish(
-        self, status: str, stored: StoredObject, counts: LineCounts, tokens: LineTokens
+        self, status: str, stored: StoredObject, files: dict[int, str], counts: LineCounts, tokens: LineTokens
     ) -> StoredObject:
         batch = _decode(stored.record)
         batch.finalizing_at, batch.request_counts, batch.usage = int(time.time()), counts, tokens
-        batch.output_file_id = name_file(stored.id, DONE) if counts.completed else None
-        batch.error_file_id = name_file(stored.id, FAILED) if counts.failed else None
+        batch.output_file_id, batch.error_file_id = files.get(DONE), files.get(FAILED)
         batch.enter(status)
         return _replace(stored, active=False, expires=time.time() + self._ttl, record=_encode(batch))

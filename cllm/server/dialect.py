@@ -7,6 +7,7 @@ import logging
 import math
 import tomllib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
@@ -89,6 +90,9 @@ class Dialect:
 
     def __init__(self) -> None:
         self.routes: list[Route] = []
+        self.get = partial(self.route, "GET")
+        self.post = partial(self.route, "POST")
+        self.delete = partial(self.route, "DELETE")
 
     def get_type(self, status: int) -> str:
         """The name of errors of a status in this API."""
@@ -121,15 +125,6 @@ class Dialect:
             return handler
 
         return register
-
-    def get(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
-        return self.route("GET", path, answer, **about)
-
-    def post(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
-        return self.route("POST", path, answer, **about)
-
-    def delete(self, path: str, answer: Any = None, **about: Any) -> Callable[[HandlerKind], HandlerKind]:
-        return self.route("DELETE", path, answer, **about)
 
 
 class DialectTable:

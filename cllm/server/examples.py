@@ -31,9 +31,8 @@ TEXTS = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes(
 
 def find_example(body: type) -> dict[str, Any]:
     """The example of a body: its own, or that of the body it is derived from."""
-    return next(
-        (TEXTS.examples[each.__name__] for each in body.__mro__ if each.__name__ in TEXTS.examples), {}
-    )
+    names = (each.__name__ for each in body.__mro__)
+    return next((TEXTS.examples[name] for name in names if name in TEXTS.examples), {})
 
 
 def read_examples(*kinds: Any) -> list[Any]:

@@ -26,6 +26,7 @@ import msgspec
 
 from cllm.config import ServerConfig
 from cllm.errors import CllmError, ConfigError, InvalidRequest, NotFound, StorageFailed
+from cllm.workers.executor import settle
 
 log = logging.getLogger(__name__)
 Kind = Literal["file", "batch", "response", "conversation"]
@@ -359,13 +360,13 @@ class JobDatabase:
         self,
         batch: StoredObject,
         make_file: Callable[[str, int], StoredObject],
-        change: Callable[[StoredObject, LineCounts, LineTokens], StoredObject],
+        change: Callable[[StoredObject, dict[int, str], LineCounts, LineTokens], StoredObject],
         describe: Callable[[BatchLine], bytes],
     ) -> None:
         """Write the output and error files from the answers, and end a batch: all of it, or nothing.
 
-        `make_file` describes a file by its id and bytes; one without lines is not made. `describe` makes the
-        answer of a line that has none.
+        `make_file` describes a file by its id and bytes; one without lines is not made. `change` gets the ids
+        by the state of their lines. `describe` makes the answer of a line that has none.
         """
         while left := self.next_lines(batch.id, None, 1000):
             for line in left:
@@ -375,14 +376,15 @@ class JobDatabase:
             "SELECT answer FROM answers JOIN lines USING (batch, number) "
             "WHERE batch = ? AND state = ? ORDER BY number"
         )
-        for state, count in ((DONE, counts.completed), (FAILED, counts.failed)):
+        files: dict[int, str] = {}
+        for state, name, count in ((DONE, "output", counts.completed), (FAILED, "error", counts.failed)):
             if count:
                 rows = self.sql.execute(query, (batch.id, state))
-                file_id = name_file(batch.id, state)
+                file_id = files[state] = f"file-{batch.id.removeprefix('batch_')}-{name}"
                 size = write_file(self.files / file_id, (row[0] + b"\n" for row in rows))
                 file = make_file(file_id, size)
                 self._insert("file", file, size + len(file.record))
-        new = change(self.get("batch", batch.tenant, batch.id), counts, tokens)
+        new = change(self.get("batch", batch.tenant, batch.id), files, counts, tokens)
         self._remove([batch.id])
         self._insert("batch", new, len(new.record) + len(new.more))
 
@@ -438,10 +440,7 @@ class JobStore:
         except BaseException as error:
             results = [_make_failure(error)] * len(begun)
         for (_, future), result in zip(begun, results, strict=True):
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            settle(future, result)
 
     def _open(self) -> JobDatabase:
         if self._folder is None:
@@ -481,11 +480,6 @@ class JobStore:
         """Where the content of a file lies that `get` has found."""
         assert self._database is not None
         return self._database.files / file_id
-
-
-def name_file(batch: str, state: int) -> str:
-    """The id of the file with the answers to a batch's lines of a state."""
-    return f"file-{batch.removeprefix('batch_')}-{'output' if state == DONE else 'error'}"
 
 
 def write_file(path: Path, pieces: Iterator[bytes]) -> int:

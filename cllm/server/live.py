@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from heapq import nlargest
 from itertools import cycle
 from typing import Any
 
@@ -190,9 +191,7 @@ class LiveFeed:
         """Totals as `/metrics` has them, in the order of the columns; tenants, and memory by part."""
         metrics = self._metrics
         late = metrics.tenants.count_surplus()
-        tenants = sorted(metrics.tenants.accounts.values(), key=lambda each: each.tokens, reverse=True)[
-            :MAX_TENANTS
-        ]
+        tenants = nlargest(MAX_TENANTS, metrics.tenants.accounts.values(), key=lambda each: each.tokens)
         return {
             "health": self._registry.health.value,
             "totals": self._read_totals(),

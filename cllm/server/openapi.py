@@ -91,12 +91,14 @@ def _describe(
 ) -> dict[str, Any]:
     first, _, more = inspect.cleandoc(route.handler.__doc__ or "").partition("\n")
     operators = route.path.startswith(ADMIN)
+    schemes = [{name: ["admin"] if operators else []} for name in TEXTS.security]
+    security = schemes if closed else [*schemes, {}]  # either scheme, with the role it takes; {}: or none
     described: dict[str, Any] = {
         "tags": [route.dialect.name],
         "summary": first.removesuffix("."),
         "description": "\n\n".join(filter(None, (more.strip(), _FOR_OPERATORS if operators else ""))),
         "operationId": re.sub(r"\W+", "_", f"{route.handler.__name__}_{route.path}_{route.method.lower()}"),
-        "security": _security(route.path, closed=closed),
+        "security": [] if route.path in OPEN else security,
     }
     if names := re.findall(r"{(\w+)", route.path):
         described["parameters"] = [
@@ -134,14 +136,6 @@ def _content(route: Route, schema: Any) -> dict[str, Any]:
     if route.lines:
         content[NDJSON] = {"example": route.lines.decode()}
     return content
-
-
-def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
-    """Either scheme, with the role it takes; `{}`: or without any."""
-    if path in OPEN:
-        return []
-    roles = ["admin"] if path.startswith(ADMIN) else []
-    return [*({name: roles} for name in TEXTS.security), *([] if closed else [{}])]
 
 
 def _responses(route: Route, content: dict[str, Any], required: str | None, *, named: bool) -> dict[str, Any]:

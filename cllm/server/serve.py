@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
@@ -87,12 +88,8 @@ class DrainingServer(uvicorn.Server):
         """As uvicorn's own, with guarded connections and a deadline for the TLS handshake."""
         assert sockets is not None
         await self.lifespan.startup()
-
-        def connection() -> GuardedConnection:
-            return GuardedConnection(
-                self._limits, self._turns, self.config, self.server_state, self.lifespan.state
-            )
-
+        given = (self._limits, self._turns, self.config, self.server_state, self.lifespan.state)
+        connection = partial(GuardedConnection, *given)
         handshake_s = self._limits.header_timeout_s if self._tls is not None else None
         self.servers = [
             await asyncio.get_running_loop().create_server(

@@ -268,10 +268,10 @@ class BlockRenderer(ABC):
 
     async def chunks(self, session: ChatSession) -> AsyncIterator[bytes]:
         """The encoded events, as they arrive."""
-        yield encode_events(self.start())
+        yield encode_events(*self.start())
         async for _, changes, output in session.steps():
             if rendered := self.render(changes, output):
-                yield encode_events(rendered)
+                yield encode_events(*rendered)
 
     async def respond(self, http: Request, session: ChatSession, *, stream: bool) -> Any:
         """The HTTP response, whole or streamed."""
@@ -290,5 +290,5 @@ class BlockRenderer(ABC):
         return self.body()
 
 
-def encode_events(events: Sequence[StreamEvent]) -> bytes:
+def encode_events(*events: StreamEvent) -> bytes:
     return b"".join(encode_named(event["type"], event) for event in events)

@@ -25,8 +25,7 @@ _replace = msgspec.structs.replace
 
 def get_registry(http: HttpRequest) -> EngineRegistry:
     """The models of the app."""
-    registry = http.app.state.registry
-    assert isinstance(registry, EngineRegistry)
+    registry: EngineRegistry = http.app.state.registry
     return registry
 
 
@@ -44,7 +43,7 @@ async def use_engine(
     events is sent meanwhile, and comments. Raises ModelNotFound, ModelDoesNotFit, EngineNotReady, QueueFull,
     DeadlineExceeded, and ClientGone where the client leaves meanwhile.
     """
-    registry: EngineRegistry = http.app.state.registry
+    registry = get_registry(http)
     model, http.scope["state"]["adapter"] = registry.find_adapter(name or http.query_params.get("model"))
     http.scope["state"]["model"] = name or model.name
     if model.open:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -12,13 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from cllm.errors import EngineNotReady
+from cllm.messages import Command
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 CHUNK = 1 << 16  # bytes read at a time
+BAD_COMMAND = 3  # the exit code after a command that cannot be decoded; its content is not logged
 
 
 def pack_frame(frame: bytes) -> bytes:
@@ -52,7 +57,7 @@ class Channel:
     def send(self, frame: bytes) -> None:
         """Send a whole frame, waiting for the other side; raises OSError when that is gone."""
         with self._lock:
-            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+            self._socket.sendall(pack_frame(frame))
 
     def receive(self) -> bytes | None:
         """The next frame, or None at the end."""
@@ -71,6 +76,21 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def read_commands(
+    channel: Channel, post: Callable[[Command], None], at_end: Callable[[], None] = lambda: None
+) -> None:
+    """Pass the parent's commands on. The end of the input ends the process, as does a wrong command."""
+    decoder = msgspec.msgpack.Decoder(Command)
+    try:
+        while (frame := channel.receive()) is not None:
+            post(decoder.decode(frame))
+    except Exception as error:  # else the worker would live on without hearing anything
+        log.critical("a command could not be read: %s", type(error).__name__)
+        os._exit(BAD_COMMAND)
+    at_end()
+    os._exit(0)
 
 
 class WorkerProcess:
@@ -138,8 +158,7 @@ class WorkerProcess:
                 )
             if self._ended:
                 return
-            self._pending += _LENGTH.pack(len(frame))
-            self._pending += frame
+            self._pending += pack_frame(frame)
             if not pending and self._waker is not None:
                 self._write()
                 if self._pending:

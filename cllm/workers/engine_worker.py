@@ -25,12 +25,11 @@ from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.messages import Command, Died, Heartbeat, LoadProgress, Report, Stop
 from cllm.process import configure_logging
-from cllm.workers.channel import Channel, WorkerProcess
+from cllm.workers.channel import BAD_COMMAND, Channel, WorkerProcess, read_commands
 from cllm.workers.tokenizer import serve_tokenizer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-BAD_COMMAND = 3  # the exit code after a command that cannot be decoded; its content is not logged
 MakeRunner = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 ServeTokenizer = Callable[[Channel, EngineConfig], None]
 
@@ -45,7 +44,8 @@ class EngineWorker:
 
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
         # It reads before there is a core: end of input ends the process while the model loads, too.
-        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
+        reading = (self._channel, self._post, self._end)
+        threading.Thread(target=read_commands, args=reading, name="commands", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(LoadProgress(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         gc.collect()
@@ -65,26 +65,15 @@ class EngineWorker:
         with contextlib.suppress(OSError):  # the parent is gone: the end of the commands is noticed, too
             self._channel.send(self._encoder.encode(report))
 
-    def _read_commands(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Command)
-        try:
-            while (frame := self._channel.receive()) is not None:
-                command = decoder.decode(frame)
-                assert self._core is not None, "commands come after Ready"
-                self._core.post(command)
-                if isinstance(command, Stop):
-                    return
-        except Exception as error:  # else the engine would live on without hearing anything
-            log.critical("a command could not be read: %s", type(error).__name__)
-            os._exit(BAD_COMMAND)
-        self._end()
+    def _post(self, command: Command) -> None:
+        assert self._core is not None, "commands come after Ready"
+        self._core.post(command)
 
     def _end(self) -> None:
-        """The parent is gone, or ends this process: exit, after what the disk cache still writes."""
+        """The parent is gone, or ends this process: wait for what the disk cache still writes."""
         if self._core is not None and self._core.disk.limit:
             self._core.post(Stop())
             time.sleep(WorkerProcess.END_LIMIT_S)  # the loop ends the process earlier than that
-        os._exit(0)
 
 
 def start_heartbeats(
@@ -123,8 +112,7 @@ def main(
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first
     configure_logging(log_level)
     channel = Channel(socket.socket(fileno=int(descriptor)))
-    first = channel.receive()
-    if first is None:
+    if (first := channel.receive()) is None:
         return 0
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     try:
@@ -143,17 +131,14 @@ def main(
     except ConnectionError:
         return 0  # the parent is gone
     except Exception as error:
-        channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
+        if isinstance(error, CllmError):  # it explains itself; others belong in the log
+            died = Died(error.code, error.message)
+        else:
+            log.exception("the %s process failed", role)
+            died = Died("engine_died", f"the {role} process failed: {type(error).__name__}")
+        channel.send(msgspec.msgpack.encode(died))
         return 1
     return 0
-
-
-def _explain(error: Exception, failed: str) -> Died:
-    """The last report of what failed. A CllmError explains itself; others belong in the log."""
-    if isinstance(error, CllmError):
-        return Died(error.code, error.message)
-    log.error("the %s failed", failed, exc_info=error)
-    return Died("engine_died", f"the {failed} failed: {type(error).__name__}")
 
 
 if __name__ == "__main__":

@@ -121,11 +121,8 @@ class PendingTask(Attempt):
         self.made_at = time.monotonic()
         self.sent_at = 0.0
         self.abandoned = False  # its caller has gone
-        chats = (
-            [each for each in task.inputs if isinstance(each, Chat)]
-            if isinstance(task, messages.Prepare)
-            else []
-        )
+        inputs = task.inputs if isinstance(task, messages.Prepare) else ()
+        chats = [each for each in inputs if isinstance(each, Chat)]
         self._renders = bool(chats) or isinstance(task, messages.RenderChat)
         self._grammar_field = "tools" if any(chat.tools for chat in chats) else ""
         if isinstance(task, messages.Prepare) and task.constraint is not None:
@@ -185,13 +182,9 @@ class ProcessTokenizer:
     ) -> None:
         self._role = role
         self._capacity = MEDIA_AT_ONCE if role == "media" else THREADS
+        reports = messages.TokenizerReady | messages.TokenizerReply
         self._supervisor = Supervisor(
-            role,
-            config,
-            messages.TokenizerReady | messages.TokenizerReply,
-            beat=self._keep_limits,
-            log_level=log_level,
-            module=module,
+            role, config, reports, beat=self._keep_limits, log_level=log_level, module=module
         )
         self._backoff = Backoff()
         self._lock = threading.RLock()

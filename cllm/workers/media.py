@@ -167,9 +167,8 @@ class MediaWorker:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
-                limits.check(
-                    size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", "send fewer or smaller pictures"
-                )
+                advice = "send fewer or smaller pictures"
+                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", advice)
                 rows |= found.rows
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
@@ -249,13 +248,8 @@ def read_file(given: str, number: int) -> bytes:
     """The bytes of a picture in base64. Raises InvalidRequest for bad base64, and for too many or none."""
     if is_address(given):
         raise InvalidRequest(f"picture {number} {REMOTE}", "messages")
-    limits.check(
-        len(given) * 3 // 4 - 2,
-        limits.MAX_PICTURE_BYTES,
-        "bytes of a picture",
-        "messages",
-        "send a smaller one",
-    )
+    size = len(given) * 3 // 4 - 2  # at least
+    limits.check(size, limits.MAX_PICTURE_BYTES, "bytes of a picture", "messages", "send a smaller one")
     try:
         data = base64.b64decode("".join(given.split()), validate=True)
     except (binascii.Error, ValueError):

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import EngineDied, EngineNotReady
+from cllm.errors import CllmError, EngineDied, EngineNotReady
 from cllm.messages import Died, Heartbeat
-from cllm.types import Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 from cllm.workers.channel import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -256,6 +256,13 @@ class ResumableRequest(Attempt):
         self._earlier = self._usage
         prefix = (*self.request.generated_prefix, *self._answer)
         self.resumption = msgspec.structs.replace(self.request, generated_prefix=prefix)
+
+    def make_end(self, error: CllmError | None = None) -> RequestOutput:
+        """The terminal output where no engine computes it: an error, or cancelled."""
+        if error is None:
+            return RequestOutput(request_id=self.request.id, finish_reason=FinishReason.CANCELLED)
+        failure = Failure(error.code, error.message)
+        return RequestOutput(request_id=self.request.id, finish_reason=FinishReason.ERROR, error=failure)
 
     def whole_usage(self, usage: Usage) -> Usage:
         """The usage over all engines that have computed it. What one took from its cache counts once."""

@@ -119,9 +119,8 @@ class TokenizerWorker:
 
     def _spell(self, token: int) -> bytes:
         vocabulary = self._vocabulary
-        return (
-            vocabulary.spelling(token).encode() if vocabulary.is_control(token) else vocabulary.piece(token)
-        )
+        control = vocabulary.is_control(token)
+        return vocabulary.spelling(token).encode() if control else vocabulary.piece(token)
 
 
 def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> messages.TokenLists:

@@ -261,10 +261,8 @@ class CountBody(GenerationBody, frozen=True, kw_only=True):
         """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
         builder = chats.MessageBuilder("messages", combine=True, sees=sees)
         builder.add_all([AnthropicMessage(role="system", content=self.system or ""), *self.messages])
-        thinking, config = (
-            self.thinking or ThinkingBody(type="adaptive"),
-            self.output_config or OutputConfig(),
-        )
+        thinking = self.thinking or ThinkingBody(type="adaptive")
+        config = self.output_config or OutputConfig()
         options: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
         if self.thinking is not None:
             options["enable_thinking"] = thinking.type != "disabled"
@@ -358,12 +356,10 @@ class ContentDelta(msgspec.Struct):
 
 
 EXAMPLE_EVENTS = encode_events(
-    [
-        make_event("message_start", message=make_example(MessageResponse)),
-        make_event("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
-        make_event("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
-        make_event("message_stop"),
-    ]
+    make_event("message_start", message=make_example(MessageResponse)),
+    make_event("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+    make_event("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+    make_event("message_stop"),
 )
 _DELTAS = {  # type and field
     BlockKind.REASONING: ("thinking_delta", "thinking"),
@@ -375,7 +371,7 @@ _DELTAS = {  # type and field
 class MessageRenderer(BlockRenderer):
     """Renders one message, whole or as events."""
 
-    beat = encode_events([make_event("ping")])
+    beat = encode_events(make_event("ping"))
 
     def __init__(self, reply: ReplyBuilder, message_id: str, model: str, prompt_tokens: int) -> None:
         super().__init__(reply)

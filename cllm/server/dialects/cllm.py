@@ -184,9 +184,8 @@ async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | 
 async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt as server-sent events."""
     engine = await use_engine(http, body.model, stream=True, timeout_s=body.timeout)
-    stream = engine.submit(
-        await _make_request(engine, msgspec.structs.replace(body, stream=True), http), AsyncOutputStream
-    )
+    request = await _make_request(engine, msgspec.structs.replace(body, stream=True), http)
+    stream = engine.submit(request, AsyncOutputStream)
     return EventStream(engine, [stream], events(stream))
 
 

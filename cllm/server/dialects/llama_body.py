@@ -419,19 +419,16 @@ def make_probabilities(
 ) -> list[LlamaTokenLogprobs]:
     """Probabilities in llama-server's shape; with `sampling`, those after it."""
     found = []
+    name = "logprob" if sampling is None else "prob"
     for entry in entries:
-        own, tops = _token(entry.token, entry.pieces[0]), map(_token, dict(entry.top), entry.pieces[1:])
-        if sampling is None:
-            shown = zip(tops, entry.top[:top], strict=False)
-            likely = [LlamaLogprob(**token, logprob=logprob) for token, (_, logprob) in shown]
-            found.append(LlamaTokenLogprobs(**own, logprob=entry.logprob, top_logprobs=likely))
-        else:
-            probs = _sample([logprob for _, logprob in entry.top], sampling)
-            by_token = dict(zip(dict(entry.top), probs, strict=False))
-            likely = [
-                LlamaLogprob(**token, prob=prob) for token, prob in zip(tops, probs[:top], strict=False)
-            ]
-            found.append(LlamaTokenLogprobs(**own, prob=by_token.get(entry.token, 0.0), top_probs=likely))
+        values, own = [logprob for _, logprob in entry.top], entry.logprob
+        if sampling is not None:
+            values = _sample(values, sampling)
+            own = dict(zip(dict(entry.top), values, strict=False)).get(entry.token, 0.0)
+        shown = zip(map(_token, dict(entry.top), entry.pieces[1:]), values[:top], strict=False)
+        likely = [LlamaLogprob(**token | {name: value}) for token, value in shown]
+        token = _token(entry.token, entry.pieces[0]) | {name: own, f"top_{name}s": likely}
+        found.append(LlamaTokenLogprobs(**token))
     return found
 
 

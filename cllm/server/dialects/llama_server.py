@@ -188,14 +188,9 @@ class Completions(NamedTuple):
 
     def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
         """A finished answer, or (without outputs before the last) the last event of a stream."""
-        body = self.body
+        body, prompt = self.body, self.prompt(index)[1]
         answer = make_completion(
-            self.request,
-            stream,
-            outputs,
-            model=self.model,
-            prompt=self.prompt(index)[1],
-            context=self.context,
+            self.request, stream, outputs, model=self.model, prompt=prompt, context=self.context
         )
         limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stream": body.stream}
         answer = _replace(
@@ -229,14 +224,13 @@ class Completions(NamedTuple):
         self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
     ) -> shapes.LlamaEvent:
         count = len(self.prompt(index)[0])
-        timed = self.body.timings_per_token
         return shapes.LlamaEvent(
             index=index,
             content=output.text,
             tokens=output.tokens,
             tokens_predicted=generated,
             tokens_evaluated=count,
-            timings=get_timings(stream, count) if timed else UNSET,
+            timings=get_timings(stream, count) if self.body.timings_per_token else UNSET,
             completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
         )
 
@@ -311,17 +305,11 @@ async def complete(
     request = _replace(request, media=media or {})
     request, prompts = await submit.prepare(engine, request, inputs, body.biases)
     shown = [
-        await spell(engine, tokens.items) if text is None else text
-        for tokens, text in zip(prompts, texts, strict=True)
+        (prompt.items, await spell(engine, prompt.items) if text is None else text)
+        for prompt, text in zip(prompts, texts, strict=True)
     ]
     info, limits = loaded(engine)
-    call = Completions(
-        body,
-        request,
-        info.name,
-        limits.request_tokens,
-        [(prompt.items, text) for prompt, text in zip(prompts, shown, strict=True)],
-    )
+    call = Completions(body, request, info.name, limits.request_tokens, shown)
     streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:
         loop = asyncio.get_running_loop()

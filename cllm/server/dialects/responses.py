@@ -114,13 +114,9 @@ EXAMPLE = ResponseObject(
 
 
 EXAMPLE_EVENTS = encode_events(
-    [
-        make_event("response.created", sequence_number=0, response=EXAMPLE),
-        make_event(
-            "response.output_text.delta", sequence_number=4, output_index=0, item_id="msg_1", delta="AI"
-        ),
-        make_event("response.completed", sequence_number=9, response=EXAMPLE),
-    ]
+    make_event("response.created", sequence_number=0, response=EXAMPLE),
+    make_event("response.output_text.delta", sequence_number=4, output_index=0, item_id="msg_1", delta="AI"),
+    make_event("response.completed", sequence_number=9, response=EXAMPLE),
 )
 
 
@@ -165,17 +161,7 @@ async def find_conversation(
         return None
     if body.conversation.id is not None or not body.store:
         return body.conversation.id
-    return (await _begin(http, shapes.ConversationBody())).id
-
-
-async def _begin(http: HttpRequest, body: shapes.ConversationBody) -> shapes.ConversationObject:
-    """Store a new conversation. Raises StorageFailed, NotFound where nothing is stored."""
-    (store, tenant), created = get_jobs(http), time.time()
-    new = shapes.ConversationObject(f"conv_{uuid.uuid4().hex}", int(created), body.metadata)
-    expires = created + http.app.state.response_ttl
-    stored = StoredObject(new.id, tenant, created, expires, record=_encode(new), more=_encode(body.items))
-    await store.run(JobDatabase.add, "conversation", stored)
-    return new
+    return (await create_conversation(shapes.ConversationBody(), http)).id
 
 
 def make_stored(body: ResponsesBody, response: ResponseObject, tenant: str, ttl: float) -> StoredObject:
@@ -221,10 +207,8 @@ class ResponseRenderer(BlockRenderer):
         self.first = self._sent = (attempt - 1) * ATTEMPT_EVENTS
 
     def start(self) -> list[StreamEvent]:
-        return [
-            self._event("response.created", response=self.body()),
-            self._event(f"response.{self._status}", response=self.body()),
-        ]
+        kinds = ("created", self._status)
+        return [self._event(f"response.{kind}", response=self.body()) for kind in kinds]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered: list[StreamEvent] = []
@@ -359,10 +343,8 @@ def make_keeper(
         new = make_stored(body, response, tenant, ttl)
 
         def extend(old: StoredObject) -> StoredObject:
-            joint = b"," if len(old.more) > 2 else b""
-            return msgspec.structs.replace(
-                old, expires=new.expires, more=old.more[:-1] + joint + new.more[1:]
-            )
+            more = old.more[:-1] + (b"," if len(old.more) > 2 else b"") + new.more[1:]
+            return msgspec.structs.replace(old, expires=new.expires, more=more)
 
         def end(old: StoredObject) -> StoredObject:
             same = {"created": old.created, "previous": old.previous}
@@ -510,7 +492,12 @@ async def delete(response_id: str, http: HttpRequest) -> DeletedObject:
 @responses.post("/v1/conversations")
 async def create_conversation(body: shapes.ConversationBody, http: HttpRequest) -> shapes.ConversationObject:
     """Begin a conversation, which `conversation` of a response continues; it may have items already."""
-    return await _begin(http, body)
+    (store, tenant), created = get_jobs(http), time.time()
+    new = shapes.ConversationObject(f"conv_{uuid.uuid4().hex}", int(created), body.metadata)
+    expires = created + http.app.state.response_ttl
+    stored = StoredObject(new.id, tenant, created, expires, record=_encode(new), more=_encode(body.items))
+    await store.run(JobDatabase.add, "conversation", stored)
+    return new
 
 
 @responses.get("/v1/conversations/{conversation_id}")

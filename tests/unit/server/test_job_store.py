@@ -32,7 +32,6 @@ from cllm.server.job_store import (
     LineTokens,
     StoredObject,
     find_folder,
-    name_file,
 )
 from tests.profiles import examples
 
@@ -229,14 +228,14 @@ def test_a_line_is_answered_once_and_the_files_are_written_from_the_rows(store: 
     def make_file(name: str, size: int) -> StoredObject:
         return msgspec.structs.replace(make(name), record=b"%d" % size)
 
-    def change(batch: StoredObject, counts: LineCounts, tokens: LineTokens) -> StoredObject:
-        assert counts == LineCounts(4, 1, 3) and tokens == LineTokens(5, 2, 7)
+    def change(batch: StoredObject, files: dict[int, str], *sums: LineCounts | LineTokens) -> StoredObject:
+        assert sums == (LineCounts(4, 1, 3), LineTokens(5, 2, 7)) and len(files) == 2
         return msgspec.structs.replace(batch, active=False)
 
     batch = run(store.run(JobDatabase.get, "batch", "", "batch-1"))
     given = (batch, make_file, change, lambda line: b'{"left":%d}' % line.number)
     run(store.run(JobDatabase.finish_batch, *given))
-    done, failed = (name_file("batch-1", state) for state in (DONE, FAILED))
+    done, failed = "file-batch-1-output", "file-batch-1-error"
     assert store.get_path(done).read_bytes() == b'{"first":1}\n'
     assert store.get_path(failed).read_bytes() == b'{"left":1}\n{"left":3}\n{"bad":1}\n'
     assert run(store.run(JobDatabase.get, "file", "", done)).record == b"12"

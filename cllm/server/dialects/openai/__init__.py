@@ -18,14 +18,8 @@ class OpenAIDialect(Dialect):
     id_header = "x-request-id"
 
     def make_error(self, error: CllmError) -> Any:
-        kind = self.get_type(get_status(error))
-        shown = {
-            "message": error.message,
-            "type": kind,
-            "param": getattr(error, "field", None),
-            "code": error.code,
-        }
-        return {"error": shown}
+        kind, field = self.get_type(get_status(error)), getattr(error, "field", None)
+        return {"error": {"message": error.message, "type": kind, "param": field, "code": error.code}}
 
 
 openai = OpenAIDialect()

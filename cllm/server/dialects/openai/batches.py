@@ -56,14 +56,14 @@ class BatchBody(msgspec.Struct, Body, kw_only=True):
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
-        if not WINDOW.fullmatch(self.completion_window) or not self.window_s:
+        if not self.window_s:
             raise ValueError("completion_window: must be a number of minutes, hours or days, as 30m, 24h, 7d")
 
     @property
     def window_s(self) -> int:
+        """Seconds to the end of the window; 0 where it is none."""
         found = WINDOW.fullmatch(self.completion_window)
-        assert found is not None
-        return int(found[1]) * SECONDS[found[2]]
+        return int(found[1]) * SECONDS[found[2]] if found else 0
 
 
 class ObjectList(msgspec.Struct, Generic[Listed]):

@@ -208,16 +208,12 @@ async def completions(body: CompletionBody, http: HttpRequest) -> CompletionResp
     """Complete prompts."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     best_of = body.best_of or body.n
+    own = 1 if body.logprobs is None and best_of > body.n else body.logprobs
     scores = (body.prompt_logprobs, body.logprobs if body.scores_echo else None)
+    scored = max((each for each in scores if each is not None), default=None)
+    request_id, limit = f"cmpl-{uuid.uuid4().hex}", body.max_tokens
     request = make_request(
-        engine,
-        http,
-        body,
-        f"cmpl-{uuid.uuid4().hex}",
-        body.max_tokens,
-        body.stop,
-        logprobs=1 if body.logprobs is None and best_of > body.n else body.logprobs,
-        prompt_logprobs=max((each for each in scores if each is not None), default=None),
+        engine, http, body, request_id, limit, body.stop, logprobs=own, prompt_logprobs=scored
     )
     given = [one if isinstance(one, str) else check_tokens(engine, one, "prompt") for one in body.prompts]
     inputs = [

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
@@ -190,7 +190,7 @@ class Ranked(msgspec.Struct):
 
     index: int
     relevance_score: float
-    document: DocumentBody | msgspec.UnsetType = msgspec.UNSET
+    document: DocumentBody | UnsetType = UNSET
 
 
 class RankedInList(msgspec.Struct):
@@ -198,7 +198,7 @@ class RankedInList(msgspec.Struct):
 
     index: int
     score: float
-    text: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | UnsetType = UNSET
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -378,13 +378,10 @@ async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[R
     scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
     if body.texts is not None:
-        plain = [RankedInList(index, scores[index]) for index in best]
-        for one in plain if body.return_text else ():
-            one.text = texts[one.index]
-        return plain
-    results = [Ranked(index, scores[index]) for index in best]
-    for result in results if body.return_documents else ():
-        result.document = DocumentBody(text=texts[result.index])
+        shown = texts if body.return_text else [UNSET] * len(texts)
+        return [RankedInList(index, scores[index], shown[index]) for index in best]
+    found = [DocumentBody(text=text) if body.return_documents else UNSET for text in texts]
+    results = [Ranked(index, scores[index], found[index]) for index in best]
     return RerankResponse(model=body.model or loaded(engine)[0].name, results=results, usage=usage)
 
 
