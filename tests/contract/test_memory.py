@@ -74,8 +74,12 @@ def test_a_dry_load_sums_up_what_llama_allocates(
     found = dry.measure(config)["host"]
     sizes = allocated(config, caplog)
     assert sizes["model"] and (sizes["KV"] or sizes["RS"]), caplog.text
-    # Logged with two digits. The file stays mapped beside weights that are laid out anew.
-    assert found.model == pytest.approx(sizes["model"], rel=0.01, abs=0.02 * MIB)
+    # Logged with two digits. Beside weights that are laid out anew (AMX) the whole file is mapped, of which
+    # only the rest is read.
+    if sizes["repacked"]:
+        assert sizes["repacked"] < found.model < sizes["repacked"] + sizes["model"]
+    else:
+        assert found.model == pytest.approx(sizes["model"], rel=0.01, abs=0.02 * MIB)
     assert found.kv == pytest.approx(sizes["KV"] + sizes["RS"], abs=0.02 * MIB)
     assert found.compute == pytest.approx(sizes["compute"], abs=0.02 * MIB)
 
