@@ -53,8 +53,7 @@ class Tracer:
         self._tracer: Any = self._provider.get_tracer("cllm", __version__)
         self._api, self._make_span, self._read_context = trace, ReadableSpan, propagate.extract
         routes = [route for dialect in DIALECTS for route in dialect.routes]
-        names = {route.handler: route.computes for route in routes if route.computes}
-        self._operations = {route.path: names[route.handler] for route in routes if route.handler in names}
+        self._operations = {route.path: route.computes for route in routes if route.computes}
         self._log_at = 0.0
         for name in _SDK_LOGS:
             logging.getLogger(name).addFilter(self._is_due)

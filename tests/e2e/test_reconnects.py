@@ -68,9 +68,11 @@ def test_plain_streams_have_no_ids(client: httpx.Client) -> None:
     [("1", 400, "Last-Event-ID"), ("chatcmpl-1.4", 404, "no such stream")],
 )
 def test_unknown_events_are_refused(client: httpx.Client, last: str, status: int, text: str) -> None:
+    """Also on the paths of llama-server, which the documentation does not show."""
     body = make_body("/v1/chat/completions", 4)
-    answer = client.post("/v1/chat/completions", json=body, headers={"Last-Event-ID": last})
-    assert answer.status_code == status and text in answer.text
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        answer = client.post(path, json=body, headers={"Last-Event-ID": last})
+        assert answer.status_code == status and text in answer.text
 
 
 def test_the_time_to_reconnect_is_bounded(client: httpx.Client) -> None:

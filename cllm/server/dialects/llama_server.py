@@ -339,7 +339,7 @@ _EVENTS = encode(shapes.LlamaEvent(content="2", tokens=(34,))) + encode(shapes.C
 
 
 @llama_server.post("/completion", shapes.COMPLETION_EXAMPLE, events=_EVENTS, computes=TEXT, several=True)
-@llama_server.post("/completions", shown=False)
+@llama_server.post("/completions", shown=False, computes=TEXT)
 async def completion(body: shapes.LlamaCompletionBody, http: HttpRequest) -> Any:
     """Complete prompts."""
     engine = await submit.use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

@@ -362,7 +362,7 @@ def make_keeper(
     return keep
 
 
-@llama_responses.post("/responses", shown=False)
+@llama_responses.post("/responses", shown=False, computes="chat")
 @responses.post(ROUTE, EXAMPLE, events=EXAMPLE_EVENTS, computes="chat")
 async def create_response(body: ResponsesBody, http: HttpRequest) -> Any:
     """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response.

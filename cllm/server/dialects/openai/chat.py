@@ -277,7 +277,7 @@ class ChatCompletionRenderer:
 
 
 @openai.post("/v1/chat/completions", events=EXAMPLE_EVENTS, computes="chat")
-@llama_server.post("/chat/completions", shown=False)
+@llama_server.post("/chat/completions", shown=False, computes="chat")
 async def chat(body: ChatBody, http: HttpRequest) -> ChatCompletion | Response:
     """Answer a conversation, possibly with tool calls."""
     engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)

@@ -354,7 +354,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
 
 
 @llama_server.post("/embedding", [LlamaEmbedding(0, [VECTOR])], computes="embeddings")
-@llama_server.post("/embeddings", shown=False)
+@llama_server.post("/embeddings", shown=False, computes="embeddings")
 async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
     engine = await use_engine(http, body.model)
@@ -368,9 +368,9 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
 
 
 @embeddings.post("/v1/rerank", computes="rerank")
-@embeddings.post("/v1/reranking", shown=False)
-@llama_server.post("/rerank", shown=False)
-@llama_server.post("/reranking", shown=False)
+@embeddings.post("/v1/reranking", shown=False, computes="rerank")
+@llama_server.post("/rerank", shown=False, computes="rerank")
+@llama_server.post("/reranking", shown=False, computes="rerank")
 async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[RankedInList]:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = await use_engine(http, body.model)
@@ -386,7 +386,7 @@ async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[R
 
 
 @embeddings.post("/v1/score", computes="score")
-@cllm.post("/score", shown=False)
+@cllm.post("/score", shown=False, computes="score")
 async def score(body: ScoreBody, http: HttpRequest) -> ScoreResponse:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
     engine = await use_engine(http, body.model)
