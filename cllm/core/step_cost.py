@@ -167,7 +167,7 @@ class StepCostModel:
         self.beginning = RunningMedian(self._batch1.begin)
         self._begun_s: float | None = None  # of a run of drafts of one length, so far
         self._last = 0, 0  # rows and draft tokens of the last decode step,
-        self._alike = 0  # and how many in a row were as it is
+        self._unsettled = 0  # and how many to come are slow, since it was unlike the one before
         self._drafted_s = 0.0  # the head's time before the step that comes
         self._head: dict[int, RunningMedian] = {}  # the head's seconds over those measured at load, by rows
         self._attention: dict[int, float] = {}  # seconds a cell over those of a lone row, by kind of context
@@ -303,7 +303,7 @@ class StepCostModel:
     def observe_head(self, rows: int, length: int, seconds: float) -> None:
         """Learn from drafts of the model's head."""
         self._drafted_s = seconds
-        if rows > 1 and self.settled and not self.frozen and (step := self.step) is not None:
+        if rows > 1 and not self._unsettled and not self.frozen and (step := self.step) is not None:
             expected_s = length * self._batch1.head * (step.ubatch + step.row)
             self._head.setdefault(rows, RunningMedian(1.0)).observe(seconds / max(TINY, expected_s))
 
@@ -332,26 +332,22 @@ class StepCostModel:
         """
         rows, drafted = len(batch.rows), batch.token_count - len(batch.rows)
         last, self._last = self._last, (rows, drafted)
-        self._alike = self._alike + 1 if self._last == last else 1
+        if self._last != last and (drafted or last[1]) and self.records:
+            self._unsettled = RECORDED_AFTER
+            if drafted:
+                self._begun_s = None if last[1] or last[0] != rows else 0.0
+        settled, self._unsettled = not self._unsettled, max(0, self._unsettled - 1)
         if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
             return
         kind = rows.bit_length(), drafted.bit_length()
-        if self.settled:
+        if settled:
             self._decoded.setdefault(kind, deque(maxlen=REMEMBERED)).append([shape, seconds])
             self._corrections.clear() if drafted else self._corrections.pop(kind, None)
-        elif (step := self.step) is not None:
-            if self._alike == 1 and (drafted or last[0] != rows):
-                self._begun_s = None if last[1] or last[0] != rows else 0.0
-            if self._begun_s is not None:
-                self._begun_s += seconds - step.seconds(shape) * self._correction(kind)
-                if not drafted and self._alike == RECORDED_AFTER:
-                    self.beginning.observe(max(0.0, self._begun_s) / max(TINY, step.seconds(shape)))
-                    self._begun_s = None
-
-    @property
-    def settled(self) -> bool:
-        """True if the last step was one of many alike, as far as that matters."""
-        return not self.records or self._alike > RECORDED_AFTER
+        elif self._begun_s is not None and (step := self.step) is not None:
+            self._begun_s += seconds - step.seconds(shape) * self._correction(kind)
+            if not drafted and not self._unsettled:
+                self.beginning.observe(max(0.0, self._begun_s) / max(TINY, step.seconds(shape)))
+                self._begun_s = None
 
     # Transfers -------------------------------------------------------------------------------------
 

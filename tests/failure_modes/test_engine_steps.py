@@ -181,7 +181,7 @@ def test_no_timing_reads_the_wall_clock() -> None:
         "_STARTED_AT",
         *("ended_at", "sampled_at", "round(time.time(), "),  # of the rows that a page draws
         *("server/job_store.py", "server/batch_runner.py", "server/batches.py"),  # dates outlive the process
-        "dialects/openai/batches.py",
+        *("dialects/openai/batches.py", "offset_ns"),  # and of spans
     )
     strangers = {line for line in lines if not any(stamp in line for stamp in stamps)}
     assert strangers == set()
