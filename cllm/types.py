@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from cllm.adapters import make_salt
 from cllm.errors import CllmError, ContextLengthExceeded, from_code
+from cllm.limits import MAX_BIASED_TOKENS, MAX_BIASES
 
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
@@ -79,7 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     adaptive_target: Annotated[float, Meta(ge=-1, le=1)] = -1.0
     adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] = 0.9
     logit_bias: Annotated[
-        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...], Meta(max_length=1024)
+        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
+        Meta(max_length=MAX_BIASES + MAX_BIASED_TOKENS),
     ] = ()
     ignore_eos: bool = False
     # The caller draws one where there is none, so that a replayed request samples the same.

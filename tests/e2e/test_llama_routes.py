@@ -81,6 +81,13 @@ def test_minus_one_means_no_limit_and_a_stop_word_ends_it(tiny: Server) -> None:
     assert answer["content"] == text[: text.index(stop)]
 
 
+def test_biases_of_long_texts_reach_the_engine(tiny: Server) -> None:
+    """They are few, and become more tokens than there may be entries: that was the end of two engines."""
+    engine = tiny.child("engine")
+    completion(tiny, "Hi", 2, logit_bias={str(number) + "x" * 100: 1.0 for number in range(20, 50)})
+    assert tiny.child("engine") == engine
+
+
 def test_several_prompts_are_several_answers(tiny: Server) -> None:
     tokens = tiny.post("/tokenize", {"content": "1+1="}).json()["tokens"]
     body = {"prompt": ["1+1=", tokens, ["1+", *tokens[2:]]], "n_predict": 3, "temperature": 0}

@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from cllm import limits
 from cllm.frontend.engine_client import EngineClient
-from cllm.limits import LIMITS, MAX_BIASED_TOKENS, MAX_CONTAINERS, MAX_PIECES, MAX_TOKENIZED, MAX_VALUES
+from cllm.limits import (
+    LIMITS,
+    MAX_BIASED_TOKENS,
+    MAX_BIASES,
+    MAX_CONTAINERS,
+    MAX_PIECES,
+    MAX_TOKENIZED,
+    MAX_VALUES,
+)
 from cllm.server.body import LARGE_BODY
-from cllm.types import Request
+from cllm.types import Request, SamplingParams
 from tests.unit.server.test_scheduling_fields import with_server
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +59,8 @@ def test_biases_are_counted_after_they_are_tokenised() -> None:
     texts = {f"{number:03}" + "x" * 20: 1.0 for number in range(1000)}
     body = {"prompt": "a", "n_predict": 1, "logit_bias": texts}
     refused("/completion", body, f"biased tokens, the limit is {MAX_BIASED_TOKENS}", "logit_bias")
+    most = SamplingParams(logit_bias=((1, 1.0),) * (MAX_BIASES + MAX_BIASED_TOKENS))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(most), type=SamplingParams) == most
 
 
 @pytest.mark.parametrize(
