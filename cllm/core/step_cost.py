@@ -331,13 +331,16 @@ class StepCostModel:
         the price of a run of drafts and of its end, not of its steps.
         """
         rows, drafted = len(batch.rows), batch.token_count - len(batch.rows)
+        if any(len(row.tokens) != row.outputs for row in batch.rows):  # a prompt, which ends a run
+            self._last, self._unsettled, self._begun_s = (rows, 0), 0, None
+            return
         last, self._last = self._last, (rows, drafted)
         if self._last != last and (drafted or last[1]) and self.records:
             self._unsettled = RECORDED_AFTER
             if drafted:
                 self._begun_s = None if last[1] or last[0] != rows else 0.0
         settled, self._unsettled = not self._unsettled, max(0, self._unsettled - 1)
-        if rows == 1 or any(len(row.tokens) != row.outputs for row in batch.rows):
+        if rows == 1:
             return
         kind = rows.bit_length(), drafted.bit_length()
         if settled:

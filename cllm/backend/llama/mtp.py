@@ -61,7 +61,7 @@ class _Slot:
         return row
 
     def give_back(self, count: int) -> int:
-        """The head is to get so many tokens again, as far as they are known. Returns the tokens it keeps."""
+        """Let the head get its last `count` tokens again, as far as they are known. Returns what it keeps."""
         count = max(0, min(count, len(self.given), len(self.rows) - (self.computed - self.held) - 1))
         begin = len(self.given) - count
         self.waiting[:0], self.held = self.given[begin:], self.held - count

@@ -66,6 +66,16 @@ def test_on_a_gpu_drafts_cost_the_plain_steps_after_them_too(records: bool, cost
         assert relative(model, 8, 2) <= 1.05
 
 
+def test_on_a_gpu_a_prompt_is_no_beginning_of_drafts() -> None:
+    """Nor are the slow steps after one what drafts cost: prompts come all the time."""
+    model = StepCostModel(records=True)
+    for number in range(60):
+        prompt = Batch((*make_step(7).rows, Row(7, 0, [1] * 64, 1, None)))
+        observe(model, make_step(8) if number % 6 else prompt, 0.02 if number % 6 > 3 else 0.05)
+    assert model.beginning.value == 0.0
+    assert model.decode_step_s(8, 400) > 0.02, "plain steps are learned, those after it, too"
+
+
 def test_the_time_between_two_results_is_the_cost_of_a_step() -> None:
     model = StepCostModel()
     for number in range(40):
