@@ -48,16 +48,27 @@ def ask_driver() -> tuple[int, int]:
 
 
 def serve(model: str) -> None:
-    """Print what is predicted and used, with the model loaded and a prompt computed."""
+    """Print what is predicted and used, with the model loaded and a prompt computed.
+
+    What the driver takes for a process itself is gone from what is free when that is asked: shown apart.
+    """
     before = ask_driver()[0]
+    devices = list_devices()
+    driver = ask_driver()[0] - before
     config = prepare(EngineConfig(model=model, parallel=4, ctx_size=4 * 2048))
-    fit = MemoryFit(GgufHeader.of(config), config, list_devices())
+    fit = MemoryFit(GgufHeader.of(config), config, devices)
     runner = LlamaRunner(config)
     code = runner.decode((Row(0, 0, tuple(range(1000, 1000 + config.batch_tokens)), 1, None),))
     runner.api.llama_synchronize(runner.pointer)
-    used, predicted = ask_driver()[0] - before, fit.places[1].needed >> 20
+    used, predicted = ask_driver()[0] - before - driver, fit.places[1].needed >> 20
     placed = {"layers": fit.placement.gpu_layers, "host experts": fit.placement.host_experts, "code": code}
-    print(json.dumps({**placed, "predicted": predicted, "used": used, "ratio": round(predicted / used, 3)}))
+    found = {
+        "predicted": predicted,
+        "used": used,
+        "driver's own": driver,
+        "ratio": round(predicted / used, 3),
+    }
+    print(json.dumps({**placed, **found}))
     runner.close()
 
 

@@ -189,7 +189,7 @@ class PrefillBudget:
         if all(sequence.pending == 1 for sequence in sequences):
             decoding = self._defer(sequences)
             if self._shares:
-                self._charge(decoding)
+                self._charge(sequences, decoding)
             return {sequence.id: 1 for sequence in decoding}
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
@@ -199,7 +199,7 @@ class PrefillBudget:
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
-            self._charge(decoding)
+            self._charge(sequences, decoding)
             return shares
         if len(prompts) > 1:
             self._turn += 1
@@ -218,15 +218,29 @@ class PrefillBudget:
         parts = divide(room, [prompt.computable for prompt in prompts], offset)
         chunks = [(prompt, part) for prompt, part in zip(prompts, parts, strict=False) if part]
         shares.update((prompt.id, part) for prompt, part in chunks)
-        self._charge(decoding, chunks)
+        self._charge(sequences, decoding, chunks)
         return shares
 
-    def _charge(self, decoding: List[Sequence], chunks: Iterable[tuple[Sequence, int]] = ()) -> None:
-        """Note what the next step takes of each tenant's share."""
+    def _charge(
+        self, running: List[Sequence], decoding: List[Sequence], chunks: Iterable[tuple[Sequence, int]] = ()
+    ) -> None:
+        """Note what the next step takes of each tenant's share.
+
+        The pass over the weights is paid for by the rows, unless a tenant waits for slots: then all slots pay
+        alike, since one that holds a prompt, or is left out, keeps a row from that pass.
+        """
         if (step := self.cost.step) is None:
             return
-        row_s = step.row + step.ubatch / max(1, len(decoding))
-        spent = [(each, row_s + step.attended * each.num_computed + each.sample_s) for each in decoding]
+        crowded = {each.request.tenant for each in running if each.request.crowded}
+        slot_s, pass_s = step.ubatch / len(running), step.ubatch / max(1, len(decoding))
+        spent, rows = [], set(decoding)
+        for each in running:
+            tenant = each.request.tenant
+            if each in rows:
+                row_s = step.row + step.attended * each.num_computed + each.sample_s
+                spent.append((each, row_s + (slot_s if tenant in crowded else pass_s)))
+            elif crowded - {tenant}:
+                spent.append((each, slot_s))
         for prompt, part in chunks:
             pairs = attended_pairs(part, prompt.num_computed, part)
             scored = part if prompt.unscored else 0

@@ -237,8 +237,11 @@ class EngineClient:
         while not sent and self._computing and self.limits is not None:
             sent = True
             for state in self._queue.next_for_engine(self.limits):
+                request = state.resumption or state.request
                 try:
-                    self._executor.send(messages.Submit(state.resumption or state.request))
+                    if state.crowded:
+                        request = msgspec.structs.replace(request, crowded=True)
+                    self._executor.send(messages.Submit(request))
                 except Exception as error:
                     sent = False
                     if not isinstance(error, errors.CllmError):

@@ -35,6 +35,7 @@ TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what
 GRAMMAR_LIMIT_S = 120.0  # the worker itself ends one by its CPU time; a busy machine must not
 MEDIA_LIMIT_S = 300.0  # a large picture takes seconds on a CPU, and a request may have many
 Receive = Callable[[messages.Report], None]
+_SUBMISSIONS = msgspec.msgpack.Decoder(messages.Submit)
 
 
 class ProcessExecutor:
@@ -87,9 +88,14 @@ class ProcessExecutor:
 
 
 def encode(message: messages.Command | messages.TokenizerCall) -> bytes:
-    """The frame of a message. Raises InvalidRequest where no frame can carry it."""
+    """The frame of a message. Raises InvalidRequest where none can carry it, or the engine not read it."""
     try:
-        return msgspec.msgpack.encode(message)
+        frame = msgspec.msgpack.encode(message)
+        if isinstance(message, messages.Submit):
+            _SUBMISSIONS.decode(frame)  # else the engine would end, and be sent it again
+        return frame
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the engine does not take this request: {error}") from None
     except OverflowError:  # free-form parts (tools, template options) may hold anything
         raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
     except UnicodeEncodeError:

@@ -466,6 +466,35 @@ def test_prompts_of_one_tenant_leave_half_of_the_time_to_another(cost: StepCost)
     assert 0.45 < rest < 0.6 and first < 0.3, "but prompts that come now and then do not wait"
 
 
+AMX = StepCost(ubatch=6.5e-3, prefill_token=1.5e-3, row=1.7e-3, attended=1e-6)
+
+
+@pytest.mark.parametrize("cost", [X86, N1, SMALL, AMX])
+@pytest.mark.parametrize("crowded", [True, False])
+def test_a_tenant_that_waits_for_slots_keeps_half_of_its_tokens(cost: StepCost, crowded: bool) -> None:
+    """It has two of four slots, another's prompts hold the others. Alone it would have all four."""
+    budget = known(cost)
+    rows = decoding(0.0, 0.0)
+    for row in rows:
+        row.request = msgspec.structs.replace(row.request, tenant="a", crowded=crowded)
+    prompts = [
+        Sequence(Request(id=name, prompt=Prompt((1,) * 400), max_tokens=1, tenant="b"), 8192, 7)
+        for name in ("first", "second")
+    ]
+    times = []
+    for _ in range(900):
+        shares = budget.schedule_tokens([*rows, *prompts], lambda sequence: sequence.pending)
+        shape = [(shares.get(each.id, 0), each.num_computed) for each in prompts]
+        pairs = [attended_pairs(part, at, part) for part, at in shape if part]
+        attended, tiled = (sum(each) for each in zip((20, 0), *pairs, strict=True))
+        prefill = sum(part for part, _ in shape)
+        times.append(cost.seconds(StepShape(1 + len(pairs), prefill, 2, attended, tiled)))
+        for prompt, (part, at) in zip(prompts, shape, strict=True):
+            prompt.num_computed = (at + part) % 399
+    share = 300 * 2 / sum(times[-300:]) * cost.seconds(StepShape(1, 0, 4, 40)) / 4
+    assert 0.48 < share < 0.55 if crowded else share < 0.46
+
+
 def test_prompts_and_rows_of_one_tenant_share_by_the_target_alone() -> None:
     first, rest = share_time(X86, tenants=("a", "a"))
     assert rest < 0.3 and abs(first - rest) < 0.1

@@ -408,6 +408,19 @@ def test_requests_wait_while_a_cluster_has_no_replica_until_it_is_given_up(
     assert executor.submitted()[-1] == "again"
 
 
+def test_the_engine_is_told_whose_requests_wait_for_slots(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    for tenant, name in (("few", "one"), ("many", "first"), ("many", "second"), ("many", "third")):
+        engine.submit(msgspec.structs.replace(request(name), tenant=tenant), BlockingOutputStream)
+    executor.say(last("first"))
+    sent = [each.request for each in executor.sent if isinstance(each, Submit)]
+    crowded = {each.id: each.crowded for each in sent}
+    assert crowded == {"one": False, "first": False, "second": True}, "`third` waited when `second` was sent"
+    for name in ("one", "second", "third"):
+        executor.say(last(name))
+
+
 def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:

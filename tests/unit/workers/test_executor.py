@@ -132,10 +132,15 @@ def test_tasks_of_a_tokenizer_that_does_not_read_are_replayed(
 
 
 @pytest.mark.parametrize(
-    ("value", "match"), [({"seed": 1 << 64}, "64 bits"), ({"stop": ("\ud83d",)}, "surrogate")]
+    ("value", "match"),
+    [
+        ({"seed": 1 << 64}, "64 bits"),
+        ({"stop": ("\ud83d",)}, "surrogate"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
 )
 def test_a_request_that_no_message_can_carry_is_refused(value: dict[str, Any], match: str) -> None:
     executor = ProcessExecutor(EngineConfig())
-    sampling = SamplingParams(seed=value.pop("seed", 0))
+    sampling = SamplingParams(**{name: value.pop(name) for name in ("seed", "temperature") if name in value})
     with pytest.raises(InvalidRequest, match=match):
         executor.send(Submit(Request(id="r", prompt=Prompt((1,)), max_tokens=1, sampling=sampling, **value)))
