@@ -27,19 +27,14 @@ LOWEST, HIGHEST = 0.95, 1.05
 QUERY = ("nvidia-smi", "--query-gpu=memory.used,memory.free", "--format=csv,noheader,nounits")
 
 
-def open_card() -> ctypes.CDLL:
-    """CUDA's driver, with this process's context on the card: later ones of this process are the same."""
-    cuda, context, card = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
+def hold(free_mib: int) -> None:
+    """Take the card's memory until so much is left; give it back when the input ends."""
+    cuda, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    context, card = ctypes.c_void_p(), ctypes.c_int()
     cuda.cuInit(0)
     cuda.cuDeviceGet(ctypes.byref(card), 0)
     cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)
     cuda.cuCtxSetCurrent(context)
-    return cuda
-
-
-def hold(free_mib: int) -> None:
-    """Take the card's memory until so much is left; give it back when the input ends."""
-    cuda, pointer = open_card(), ctypes.c_void_p()
     left = ask_driver()[1] - free_mib
     code = cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(left << 20))
     print(code, flush=True)
@@ -53,27 +48,16 @@ def ask_driver() -> tuple[int, int]:
 
 
 def serve(model: str) -> None:
-    """Print what is predicted and used, with the model loaded and a prompt computed.
-
-    What the driver takes for a process itself is gone from what is free when that is asked: shown apart.
-    """
+    """Print what is predicted and used, with the model loaded and a prompt computed."""
     before = ask_driver()[0]
-    open_card()
-    driver = ask_driver()[0] - before
     config = prepare(EngineConfig(model=model, parallel=4, ctx_size=4 * 2048))
     fit = MemoryFit(GgufHeader.of(config), config, list_devices())
     runner = LlamaRunner(config)
     code = runner.decode((Row(0, 0, tuple(range(1000, 1000 + config.batch_tokens)), 1, None),))
     runner.api.llama_synchronize(runner.pointer)
-    used, predicted = ask_driver()[0] - before - driver, fit.places[1].needed >> 20
+    used, predicted = ask_driver()[0] - before, fit.places[1].needed >> 20
     placed = {"layers": fit.placement.gpu_layers, "host experts": fit.placement.host_experts, "code": code}
-    found = {
-        "predicted": predicted,
-        "used": used,
-        "driver's own": driver,
-        "ratio": round(predicted / used, 3),
-    }
-    print(json.dumps({**placed, **found}))
+    print(json.dumps({**placed, "predicted": predicted, "used": used, "ratio": round(predicted / used, 3)}))
     runner.close()
 
 

@@ -232,7 +232,7 @@ class PrefillBudget:
         if (step := self.cost.step) is None:
             return
         crowded = {each.request.tenant for each in running if each.request.crowded}
-        slot_s, pass_s = step.ubatch / len(running), step.ubatch / max(1, len(decoding))
+        slot_s, pass_s = (step.ubatch / max(1, len(each)) for each in (running, decoding))
         spent, rows = [], set(decoding)
         for each in running:
             tenant = each.request.tenant

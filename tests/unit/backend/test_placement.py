@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_of_each_device(dense: GgufHea
         ready_of(dense, cards(4), gpu_layers="all", ctx_size=4096)
     text = refused.value.message
     assert "host: model" in text and "free 65536 MiB" in text
-    assert "CUDA0: model" in text and "+ reserve 512 MiB = " in text and "free 4096 MiB" in text
+    assert "CUDA0: model" in text and "+ reserve 640 MiB = " in text and "free 4096 MiB" in text
     assert text.endswith("try --gpu-layers auto, or fewer")
     assert ready_of(dense, cards(4), ctx_size=4096).gpu_layers, "with auto it is served"
 
@@ -253,13 +253,13 @@ def test_unequal_cards_share_by_what_they_have_free(dense: GgufHeader) -> None:
     _, first, second = fit.places
     assert first.fits and second.fits and first.kv > 3 * second.kv
     ready = ready_of(dense, cards(12, 4))
-    assert ready.tensor_split == "11776,3584" and ready.target_itl_ms == 50
+    assert ready.tensor_split == "11648,3456" and ready.target_itl_ms == 50
     assert f"{large} of 33 layers on CUDA0, {small} on CUDA1" in fit.placement.describe()
 
 
 @pytest.mark.parametrize(
     ("given", "split"),
-    [("", "3145216,1048064"), ("0,0", "3145216,1048064"), ("0.25,1", "0.25,1"), ("10", "10,0")],
+    [("", "3145088,1047936"), ("0,0", "3145088,1047936"), ("0.25,1", "0.25,1"), ("10", "10,0")],
 )
 def test_parts_reach_llama_as_they_were_counted(dense: GgufHeader, given: str, split: str) -> None:
     devices = tuple(Device(f"CUDA{i}", "", size << 40, size << 40, False) for i, size in enumerate((3, 1)))

@@ -80,6 +80,8 @@ def known(cost: StepCost, *, target_s: float = TARGET, max_overrun: float = 4.0)
 X86 = StepCost(ubatch=7.5e-3, prefill_token=4.6e-3, row=7.6e-3, attended=3e-6, tiled=1e-6)
 N1 = StepCost(ubatch=4e-3, prefill_token=7e-3, row=7.5e-3, attended=4.2e-6, tiled=4.2e-6)
 VNNI = StepCost(ubatch=9e-3, prefill_token=5.5e-3, row=8e-3, attended=6e-6, tiled=2e-6)
+
+
 AMX = StepCost(ubatch=4e-3, prefill_token=8e-4, row=2e-3, attended=2e-6, tiled=5e-7)
 GPU = StepCost(ubatch=6.1e-3, prefill_token=8.5e-5, row=2.1e-4, attended=2e-9, tiled=2e-9)
 
@@ -466,10 +468,14 @@ def test_prompts_of_one_tenant_leave_half_of_the_time_to_another(cost: StepCost)
     assert 0.45 < rest < 0.6 and first < 0.3, "but prompts that come now and then do not wait"
 
 
-AMX = StepCost(ubatch=6.5e-3, prefill_token=1.5e-3, row=1.7e-3, attended=1e-6)
+def test_a_step_without_sequences_is_charged_to_none() -> None:
+    budget, (row, other) = known(X86), decoding(0.0, 0.0)
+    other.request = msgspec.structs.replace(row.request, tenant="b")
+    budget._shares.charge([(row, 1.0), (other, 9.0)])
+    assert budget._shares and budget.schedule_tokens([], lambda sequence: sequence.pending) == {}
 
 
-@pytest.mark.parametrize("cost", [X86, N1, SMALL, AMX])
+@pytest.mark.parametrize("cost", [X86, N1, VNNI, SMALL, AMX, GPU])
 @pytest.mark.parametrize("crowded", [True, False])
 def test_a_tenant_that_waits_for_slots_keeps_half_of_its_tokens(cost: StepCost, crowded: bool) -> None:
     """It has two of four slots, another's prompts hold the others. Alone it would have all four."""
