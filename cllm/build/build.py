@@ -204,8 +204,7 @@ def _run_ninja(command: list[str]) -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
-            step = _NINJA_STEP.match(line)
-            if step is None:
+            if (step := _NINJA_STEP.match(line)) is None:
                 output.append(line)
                 continue
             done, total = int(step[1]), int(step[2])

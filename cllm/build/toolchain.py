@@ -180,8 +180,7 @@ def has_header(compiler: Compiler, header: str) -> bool:
 
 def find_cmake(tools: Path) -> Path:
     """CMake from PATH if it is new enough, else from its wheel."""
-    found = shutil.which("cmake")
-    if found is not None:
+    if (found := shutil.which("cmake")) is not None:
         output = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
         version = re.search(r"(\d+)\.(\d+)", output)
         if version is not None and (int(version[1]), int(version[2])) >= MIN_CMAKE:

@@ -163,8 +163,7 @@ class ChatLoop:
     def _take(self, text: str) -> None:
         if not text:
             return
-        found = COMMAND.fullmatch(text)
-        if found is None:
+        if (found := COMMAND.fullmatch(text)) is None:
             question = "".join(_quote(path) for path in self._files) + text
             self._files = []
             self._dialog.transcript.ask(question)

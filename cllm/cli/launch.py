@@ -114,8 +114,7 @@ def launch_command(
     if only_print:
         _print_lines(agent, server, arguments or [])
         return
-    path = shutil.which(agent.executable)
-    if path is None:
+    if (path := shutil.which(agent.executable)) is None:
         raise ConfigError(f"{agent.executable} is not installed: `{agent.install}`")
     if server.context < agent.begins_with:
         typer.echo(

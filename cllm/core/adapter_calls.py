@@ -38,22 +38,19 @@ class AdapterCalls:
         if isinstance(command, UnloadAdapter):
             self._answer(call_id, adapter, self._unload)
         elif idle:
-            self._answer(call_id, adapter, lambda each: self._load(self._runner.check_adapter(each)))
+            self._answer(call_id, adapter, self._load)
         else:
             self._checks.append((command, self._preparation.check_adapter(adapter)))
 
     def advance(self) -> None:
         """Load the adapters whose files have been read."""
-        done, self._checks = (
-            [each for each in self._checks if each[1].done() is ended] for ended in (True, False)
-        )
+        done = [each for each in self._checks if each[1].done()]
+        self._checks = [each for each in self._checks if each not in done]
         for command, check in done:
-            self._answer(command.call_id, command.adapter, partial(self._take, check))
+            self._answer(command.call_id, command.adapter, partial(self._load, check=check))
 
-    def _take(self, check: Future[Adapter], _: Adapter) -> Adapter:
-        return self._load(check.result())
-
-    def _load(self, adapter: Adapter) -> Adapter:
+    def _load(self, adapter: Adapter, check: Future[Adapter] | None = None) -> Adapter:
+        adapter = self._runner.check_adapter(adapter) if check is None else check.result()
         self._runner.load_adapter(adapter)
         log.info("adapter %s is loaded: %d bytes", adapter.name, adapter.size)
         return adapter

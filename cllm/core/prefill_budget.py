@@ -83,7 +83,7 @@ class ChunkCost:
 class TenantShares:
     """Seconds of steps that a tenant took beyond an even share with the others that computed beside it.
 
-    One that is too far ahead leaves the next steps to the rows of others: a prompt fills a step up to its
+    One that is too far ahead leaves the next steps to others: a prompt fills a step up to its
     limit, a row takes a small part of it, so without this one that sends prompts has nearly all the time.
     """
 
@@ -96,10 +96,10 @@ class TenantShares:
         """Whether any tenant is ahead."""
         return bool(self._ahead_s)
 
-    def may_prefill(self, prompt: Sequence, rows: Iterable[Sequence]) -> bool:
+    def may_prefill(self, prompt: Sequence, running: Iterable[Sequence]) -> bool:
         tenant = prompt.request.tenant
         ahead = self._ahead_s.get(tenant, 0.0) > self._credit_s
-        return not ahead or all(row.request.tenant == tenant for row in rows)
+        return not ahead or all(each.request.tenant == tenant for each in running)
 
     def charge(self, spent: Iterable[tuple[Sequence, float]]) -> None:
         """A step takes these seconds for each of its sequences; a tenant that waits meanwhile falls back."""
@@ -195,7 +195,7 @@ class PrefillBudget:
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         rows = [sequence for sequence in sequences if sequence not in prompts]
-        prompts = [prompt for prompt in prompts if self._shares.may_prefill(prompt, rows)]
+        prompts = [prompt for prompt in prompts if self._shares.may_prefill(prompt, sequences)]
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:

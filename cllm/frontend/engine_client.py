@@ -299,6 +299,7 @@ class EngineClient:
             if output.finish_reason is not None:
                 changed = True
                 completed |= output.finish_reason in (types.FinishReason.STOP, types.FinishReason.LENGTH)
+                state.tenant.learn(output.usage)
                 self._end(state, output)
                 continue
             state.stream.push(output)

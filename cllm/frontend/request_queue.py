@@ -200,8 +200,7 @@ class RequestQueue:
         held = sum(queue.held[tenant] for queue in queues)
         held_tokens = sum(queue.held_tokens[tenant] for queue in queues)
         if count >= self.queue_size and has_share(tenant, held, self.queue_size):
-            retry_after_s = self.drain_rate.seconds_for(count, waiting_tokens)
-            raise QueueFull(count, self.queue_size, retry_after_s)
+            raise QueueFull(count, self.queue_size, self.drain_rate.seconds_for(count, waiting_tokens))
         # A prompt larger than the whole queue may wait alone: it could never be accepted otherwise.
         full = self.queue_tokens and count and waiting_tokens + tokens > self.queue_tokens
         if full and held and has_share(tenant, held_tokens + tokens, self.queue_tokens):
@@ -228,7 +227,8 @@ class RequestQueue:
                 self.tenants.recent[tenant] = None
                 if not state.charged:
                     state.charged = True
-                    tenant.charge(state.input_tokens, now)
+                    part = tenant.computed if queue is self._generation else 1.0
+                    tenant.charge(state.input_tokens, now, part)
                 sent.append(state)
         # Of all the rules only places that are kept depend on time: with one tenant there are none.
         lapses = self._generation.count and len(self.tenants.active) > 1
@@ -268,13 +268,14 @@ class RequestQueue:
         return queue.pop(now, free, self.tenants.kept_places(sequences))
 
     def charge_slots(self, exempt: Collection[str]) -> None:
-        """Charge tenants for slots after a step: an answer that was left out of it has had one all the same.
+        """Charge tenants for slots after a step: one without an output has been held all the same.
 
-        Else costly requests, which get few turns, would take slot after slot for few tokens. Those that had
-        an output or hold no slot are `exempt`.
+        Else costly requests and prompts, which get few turns, would hold slot after slot for few tokens.
+        Those that had an output or were preempted are `exempt`.
         """
+        surplus = self.surplus
         for request_id, state in self._engine.items():
-            if state.last_token is not None and request_id not in exempt:
+            if request_id not in exempt and state.queue is self._generation and state not in surplus:
                 state.tenant.virtual += 1 / state.tenant.limits.weight
 
     def close(self, state: RequestState) -> None:

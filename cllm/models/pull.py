@@ -246,8 +246,7 @@ def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
     while True:
         size = min(size, file.size)
         download.fetch(size)
-        data = download.read(size)
-        if data is None:
+        if (data := download.read(size)) is None:
             return False
         with head.open("wb") as opened:
             opened.write(data)

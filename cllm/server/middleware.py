@@ -109,8 +109,7 @@ class RequestMiddleware:
                 if state.get("streaming"):
                     return  # the head of the stream was sent while its model was loaded
                 state["status"] = message["status"]
-                position = state.get("queue_position")
-                if position is not None:
+                if (position := state.get("queue_position")) is not None:
                     MutableHeaders(scope=message)["X-Queue-Position"] = str(position)
                 if dialect.id_header:
                     MutableHeaders(scope=message)[dialect.id_header] = f"req_{secrets.token_hex(12)}"

@@ -149,8 +149,7 @@ class Constraint:
         then the tokens are those that spell the first part.
         """
         assert self.watch is not None
-        beyond = self.watch.push(token)
-        if beyond is None:
+        if (beyond := self.watch.push(token)) is None:
             return None
         spelled, self.watch = self.watch.spell(token), None
         begun, rest = spelled[: len(spelled) - beyond], spelled[len(spelled) - beyond :]
@@ -365,8 +364,7 @@ class _MallocInfo(ctypes.Structure):
 
 def _allocated_bytes() -> int:
     """Bytes that native code has allocated in this process; 0 where the C library does not say."""
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:
+    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
         return 0
     mallinfo.restype = _MallocInfo
     numbers = mallinfo().numbers

@@ -66,8 +66,7 @@ class KVTransfer:
         return min(through_ram, self._stream_s()) if self.cuttable else through_ram
 
     def _stream_s(self) -> float:
-        measured = self.runner.stream_copy_s
-        if measured is not None:
+        if (measured := self.runner.stream_copy_s) is not None:
             return measured
         return self.cost.restore_s(self.state_bytes(self.runner.limits.sequence_cells))
 

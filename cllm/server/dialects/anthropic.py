@@ -94,8 +94,7 @@ class ContentBlock(msgspec.Struct, Body, kw_only=True):
     @classmethod
     def prepare(cls, value: dict[str, Any]) -> dict[str, Any]:
         kind = value.get("type")
-        fields = _FIELDS.get(str(kind).removeprefix("mcp_"))
-        if fields is None:
+        if (fields := _FIELDS.get(str(kind).removeprefix("mcp_"))) is None:
             return {"type": kind, "text": _find_text(value)}
         return {name: value[name] for name in ("type", *fields) if name in value}
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -421,6 +422,24 @@ def test_the_engine_is_told_whose_requests_wait_for_slots(
         executor.say(last(name))
 
 
+def test_what_is_cached_of_prompts_is_not_charged_for(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    """Its share is of work: a long conversation, of which little is new, takes little."""
+    had = []
+    for number in range(40):
+        engine.submit(request(f"r{number}"), BlockingOutputStream)
+        (tenant,) = engine.tenants.accounts.values()
+        had.append(tenant.virtual)
+        end = msgspec.structs.replace(last(""), request_id=f"r{number}")
+        assert end.usage is not None
+        usage = msgspec.structs.replace(end.usage, prompt_tokens=10, cached_tokens=9)
+        executor.say(msgspec.structs.replace(end, usage=usage))
+    charged = [after - before for before, after in pairwise(had)]
+    assert charged[0] > charged[9] > charged[-1] == pytest.approx(0.1 * had[0], rel=0.1)
+    assert tenant.tokens == 40 * had[0], "its limit is of all tokens"
+
+
 def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
@@ -430,13 +449,13 @@ def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
     cheap, costly = map(engine.tenants.accounts.__getitem__, ("cheap", "costly"))
     for _ in range(9):
         executor.say(token("cheap"))
-    assert cheap.virtual - costly.virtual == 9, "before its first token it has had its prompt alone"
+    assert cheap.virtual == costly.virtual, "a prompt that waits for its turn holds a slot, too"
     executor.say(token("cheap"), token("costly"))
     for _ in range(30):
         executor.say(token("cheap"))
-    assert cheap.virtual - costly.virtual == 9 and costly.tokens == cheap.tokens - 39
+    assert cheap.virtual == costly.virtual and costly.tokens == cheap.tokens - 39
     for _ in range(5):
         executor.say(token("cheap"), preempted=("costly",))
-    assert cheap.virtual - costly.virtual == 9 + 5, "preempted, it holds no slot"
+    assert cheap.virtual - costly.virtual == 5, "preempted, it holds no slot"
     for name in ("cheap", "costly"):
         executor.say(last(name))

@@ -118,4 +118,4 @@ def test_recommendations_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.startswith("8.0 GB free here, and no GPU.") and "Qwen3-8B" not in here
     gpu = Device("CUDA0", "NVIDIA", 24 * 10**9, 24 * 10**9, False)
     monkeypatch.setattr("cllm.cli.pull.list_devices", lambda: (gpu,))
-    assert call(["recommend"]).output.startswith("23.5 GB free on the GPUs here.")
+    assert call(["recommend"]).output.startswith("23.3 GB free on the GPUs here.")
