@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import msgspec
 
@@ -31,19 +33,42 @@ def pack_frame(frame: bytes) -> bytes:
     return _LENGTH.pack(len(frame)) + frame
 
 
-class FrameBuffer(bytearray):
-    """Bytes of a stream, to be taken as whole frames."""
+class FrameBuffer:
+    """Bytes of a stream, to be taken as whole frames. However large, each byte is copied once."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes | memoryview] = deque()
+        self._size = 0  # of all chunks
+        self._wanted: int | None = None  # the length of the next frame, once it is known
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iadd__(self, chunk: bytes) -> Self:
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        return self
 
     def take(self) -> bytes | None:
         """The next frame, or None until more of it has been added."""
-        if len(self) < _LENGTH.size:
+        if self._wanted is None and self._size >= _LENGTH.size:
+            (self._wanted,) = _LENGTH.unpack(self._cut(_LENGTH.size))
+        if self._wanted is None or self._size < self._wanted:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self)[0]
-        if len(self) < end:
-            return None
-        frame = bytes(self[_LENGTH.size : end])
-        del self[:end]
-        return frame
+        size, self._wanted = self._wanted, None
+        return self._cut(size)
+
+    def _cut(self, size: int) -> bytes:
+        """The first bytes, which are there."""
+        self._size -= size
+        parts: list[memoryview] = []
+        while size:
+            chunk = memoryview(self._chunks.popleft())
+            parts.append(chunk[:size])
+            if size < len(chunk):
+                self._chunks.appendleft(chunk[size:])
+            size -= len(parts[-1])
+        return b"".join(parts)
 
 
 class Channel:
