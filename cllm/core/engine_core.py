@@ -181,9 +181,8 @@ class EngineCore:
             raise
         finally:
             self.disk.close(self.scheduler.prefix_cache.loader.candidates() if stopped else ())
-            ended = EngineDied("the engine has ended")
             for group in self.groups:
-                group.fail_all(ended)
+                group.fail_all(EngineDied("the engine has ended"))
             self.preparation.close()
 
     def step(self, *, follow: bool = False) -> None:

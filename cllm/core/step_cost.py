@@ -55,8 +55,7 @@ class StepShape(NamedTuple):
             pairs = attended_pairs(count, row.position, count - first if split else together)
             attended += pairs[0]
             tiled += pairs[1]
-        scored = sum(len(row.scored) for row in batch.rows)
-        return cls(ubatches, prefill, single, attended, tiled, scored)
+        return cls(ubatches, prefill, single, attended, tiled, sum(len(row.scored) for row in batch.rows))
 
 
 def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:

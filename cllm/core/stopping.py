@@ -149,8 +149,7 @@ class Stopping:
                 left, own = after, own and after is left
         if reason is not None and request.stop:
             texts.append(self.detokenizer.finish())
-        text = "".join(texts) if request.stop else None
-        return Appended(tuple(self._tokens[begin:]), text, reason, kept)
+        return Appended(tuple(self._tokens[begin:]), "".join(texts) if request.stop else None, reason, kept)
 
     def _push(self, token: int, vocabulary: Vocabulary) -> str:
         """Append a token; returns the text that is now final, where it may stop the answer."""

@@ -172,8 +172,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._settle()
         if (known := self._loading.get(entry) or self._loaded.get(entry)) is not None:
             return known
-        reading = sum(other.size for other in self._loading)
-        if self._loading and reading + entry.size > MAX_IN_FLIGHT:
+        if self._loading and sum(other.size for other in self._loading) + entry.size > MAX_IN_FLIGHT:
             return None
         self.touch(entry)
         self._loading[entry] = self._submit(partial(self._read, entry))

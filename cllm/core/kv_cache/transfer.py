@@ -201,8 +201,7 @@ class KVTransfer:
             return None
         self._last_state = (length, len(state))
         # Of a sliding window, the state has only what the next token looks back on.
-        cuttable = self.cuttable or length <= self.runner.info.sliding_window
-        min_length = 0 if cuttable else length
+        min_length = 0 if self.cuttable or length <= self.runner.info.sliding_window else length
         held = (content.checkpoints, min_length, content.spans)
         entry = Entry(content.tenant, content.tokens, state, *held)
         entry.used = content.used
