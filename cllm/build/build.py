@@ -128,8 +128,7 @@ def _build_beside(options: ModuleOptions | MediaOptions, jobs: int, duration: st
         log(f"building {options}: {duration}")
         work = _work_folder(options.key, force)
         try:
-            settings = options.cmake_arguments()
-            when = tools.compile(work, settings, [options.target], jobs, options.project)
+            when = tools.compile(work, options.cmake_arguments(), [options.target], jobs, options.project)
         except BuildError as error:
             hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
             raise BuildError(f"{options} could not be built{hint}:\n{error}") from error

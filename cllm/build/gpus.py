@@ -96,8 +96,7 @@ def _ask_cuda() -> list[Gpu]:
         cuda.cuDeviceGetName(name, len(name), device)
         memory = _ask(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
         major, minor = (_ask(cuda.cuDeviceGetAttribute, key, device) for key in (_MAJOR, _MINOR))
-        text = name.value.decode("utf-8", "replace")
-        found.append(Gpu("cuda", text, memory, f"{major}{minor}", driver))
+        found.append(Gpu("cuda", name.value.decode("utf-8", "replace"), memory, f"{major}{minor}", driver))
     return found
 
 

@@ -61,8 +61,7 @@ class LlamaAdapters:
         if not pointer:
             refused = f"llama.cpp cannot load {Path(adapter.file).name}"
             raise AdapterRefused(f"adapter {adapter.name}: {refused}; CLLM_LOG_LEVEL=debug shows its reasons")
-        frees = self._model.deferred_frees
-        self._loaded[adapter.digest] = Owned(pointer, api.llama_adapter_lora_free, frees)
+        self._loaded[adapter.digest] = Owned(pointer, api.llama_adapter_lora_free, self._model.deferred_frees)
         self.sizes[adapter.digest] = adapter.size
         self._grown = True
 

@@ -269,8 +269,7 @@ class LlamaContext(Owned):
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
-        held = self.next_position(source)
-        if length < held and length < self.min_length(source):
+        if length < self.next_position(source) and length < self.min_length(source):
             return 0
         self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
         if not self.limits.unified:

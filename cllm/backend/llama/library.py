@@ -207,8 +207,7 @@ def read_build_info(folder: Path) -> dict[str, Any]:
 def may_use_gpu() -> bool:
     """True if a GPU module was built for this library, or it has a GPU backend. Asks no driver."""
     folder = find()
-    has_backend = any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
-    return has_backend or bool(modules_for(folder))
+    return any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES) or bool(modules_for(folder))
 
 
 def find_module(directory: Path) -> Path | None:
@@ -268,8 +267,7 @@ def exit_reason(code: int, stderr: bytes) -> str:
     """The last line that a process with native code wrote, or the signal or code it ended with."""
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
-    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    return last or f"it exited with code {code}"
+    return stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] or f"it exited with code {code}"
 
 
 def _log_line(level: int, text: bytes, _: Any) -> None:

@@ -163,8 +163,7 @@ class MediaEncoder(Owned):
                 bitmaps.callback(api.mtmd_bitmap_free, bitmap)
                 api.mtmd_bitmap_set_id(bitmap, self._digest(part).encode())
                 struct.bitmap = bitmap
-            kind = ctypes.POINTER(api.mtmd_input_part)
-            yield (kind * len(parts))(*map(ctypes.pointer, structs))
+            yield (ctypes.POINTER(api.mtmd_input_part) * len(parts))(*map(ctypes.pointer, structs))
 
     def _make_bitmap(self, part: Picture | Sound) -> Any:
         if isinstance(part, Picture):

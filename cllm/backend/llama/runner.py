@@ -265,8 +265,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             size = self.vocabulary.size
             pointer = build_chain(self.api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self.api.llama_sampler_free, self.deferred_frees)
-        excluded = self._ends if params.ignore_eos else NO_TOKENS
-        return LlamaSampler(self.api, params, chain, excluded, context)
+        return LlamaSampler(self.api, params, chain, self._ends if params.ignore_eos else NO_TOKENS, context)
 
     def memory_bytes(self) -> dict[str, int]:
         return {
