@@ -88,8 +88,7 @@ class LiveFeed:
         if self._registry.health in _ENDED:
             self.close()
         if self._listeners:
-            snapshot = await self._take_snapshot()
-            self._send(self._make_event(row, snapshot))
+            self._send(self._make_event(row, await self._take_snapshot()))
 
     async def _take_snapshot(self) -> Snapshot | None:
         """The engine between two steps; None if it does not answer now."""

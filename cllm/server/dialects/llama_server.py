@@ -271,8 +271,7 @@ async def add_progress(
                 leases = (await asyncio.wrap_future(engine.inspect())).leases
                 processed = sum(each.position for each in leases if each.request_id == stream.request_id)
             elapsed_ms = 1000 * (time.perf_counter() - stream.started)
-            progress = PromptProgress(total, 0, min(total, processed), elapsed_ms)
-            yield encode(make(prompt_progress=progress))
+            yield encode(make(prompt_progress=PromptProgress(total, 0, min(total, processed), elapsed_ms)))
     except BaseException:
         first.cancel()
         raise
@@ -392,8 +391,7 @@ async def tokenizer_info(http: HttpRequest) -> dict[str, str | None]:
 async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
     engine = await submit.use_engine(http, body.model)
-    tokens = submit.check_tokens(engine, body.tokens, "tokens")
-    return shapes.LlamaContent(await spell(engine, tokens))
+    return shapes.LlamaContent(await spell(engine, submit.check_tokens(engine, body.tokens, "tokens")))
 
 
 @llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
@@ -512,8 +510,7 @@ async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> di
     if not 0 <= slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")
     if action != "erase" and not is_name(body.filename):
-        message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
-        raise InvalidRequest(message, "filename")
+        raise InvalidRequest("filename: up to 64 letters, digits, '.', '-' and '_', not a path", "filename")
     started = time.perf_counter()
     done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
     if action == "erase":

@@ -195,10 +195,9 @@ async def version() -> shapes.VersionResponse:
 @ollama.get("/api/tags")
 async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     """List the models."""
-    served = get_registry(http).served
     entries = [
         shapes.make_entry(model.info, model.created, name)
-        for model in served
+        for model in get_registry(http).served
         if model.info is not None
         for name in ("", *(f"{model.info.name}:{adapter}" for adapter in model.adapters))
     ]
