@@ -108,8 +108,7 @@ def choose(model: TableModel, room: int) -> Choice | None:
         budget = (room - size - model.fixed) // 2
         requests = min(MAX_PARALLEL, budget // (model.slot + model.cell * longest))
         if requests < 2:
-            enough = budget // 2 >= model.slot + model.cell * min(AGENT_SHARE, longest)
-            requests = 2 if enough else 1
+            requests = 2 if budget // 2 >= model.slot + model.cell * min(AGENT_SHARE, longest) else 1
         tokens = min(longest, (budget // requests - model.slot) // model.cell)
         if tokens >= min(AGENT_SHARE, longest) or (
             size == min(model.quants.values()) and tokens >= SMALL_CONTEXT

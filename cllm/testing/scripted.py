@@ -213,8 +213,7 @@ class ScriptedRunner(ModelRunner):
         drafts = list(row.tokens[len(row.tokens) - row.outputs + 1 :])
         tokens: list[int] = []
         for place in range(row.outputs):
-            known = memory[: len(memory) - len(drafts) + place]
-            token = self._next_token(known, params)
+            token = self._next_token(memory[: len(memory) - len(drafts) + place], params)
             if row.mask is not None and not row.mask[token]:
                 allowed = row.mask.nonzero()[0]  # the first at or after the model's own token
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])

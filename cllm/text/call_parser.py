@@ -147,8 +147,7 @@ class ObjectCallParser(CallParser):
             closes, self._in_string = self._in_string, not self._in_string
         elif not self._in_string:
             self._nesting += (character in "{[") - (character in "}]")
-        is_argument = self._wants == "rest of a value" and self._key in self._argument_keys
-        if is_argument and self._part[0] != '"':
+        if self._wants == "rest of a value" and self._key in self._argument_keys and self._part[0] != '"':
             self._arguments.append(character)
         if closes and self._nesting <= 0:
             self._end_part()
