@@ -270,8 +270,7 @@ class Scheduler(StepGroup[Sequence]):
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
-        slot = self.prefix_cache.choose_slot(sequence, match, self.running)
-        if slot is None:
+        if (slot := self.prefix_cache.choose_slot(sequence, match, self.running)) is None:
             return  # the last free ones could not be cleared
         lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None

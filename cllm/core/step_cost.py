@@ -47,8 +47,7 @@ class StepShape(NamedTuple):
             return cls(ubatches, 0, single + together, cells + together / 2)
         first = int(len(batch.rows) > 1)  # of a long row: computed along with the others
         for row in batch.rows:
-            count = len(row.tokens)
-            if count == max(1, row.outputs):
+            if (count := len(row.tokens)) == max(1, row.outputs):
                 single += count
             else:
                 prefill += count

@@ -173,8 +173,7 @@ class Stopping:
 
     def _forced(self, left: list[int]) -> list[int]:
         """What is left to append, or the tokens that must come instead and need no sampling."""
-        due = self.due
-        if due:
+        if due := self.due:
             return left if left == due else self._force(due)
         if left or (grammar := self.grammar) is None:
             return left

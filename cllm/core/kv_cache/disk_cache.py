@@ -328,8 +328,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._settle()
         if not self.limit or self.scanning is not None:
             return None
-        wait_s = max(QUIET_S - idle_s, self._retry_at - time.monotonic())
-        if wait_s > 0:
+        if (wait_s := max(QUIET_S - idle_s, self._retry_at - time.monotonic())) > 0:
             return wait_s
         if self._write is None:
             later_s = self._save_one(candidates, idle_s)
@@ -347,8 +346,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         """
         later_s = []
         for candidate in self._choose(candidates):
-            quiet_s = candidate.save_s / MAX_SAVE_SHARE
-            if quiet_s > idle_s:
+            if (quiet_s := candidate.save_s / MAX_SAVE_SHARE) > idle_s:
                 later_s.append(quiet_s - idle_s)
             elif (entry := candidate.save()) is not None:
                 self.put(entry)
