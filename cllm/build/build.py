@@ -99,8 +99,7 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
     if arguments.gpu == "none":
         return None
     drivers = find_gpus()
-    backend = module.choose_backend(arguments.gpu, drivers)
-    if backend is None:
+    if (backend := module.choose_backend(arguments.gpu, drivers)) is None:
         why = "".join(f" ({problem})" for problem in drivers.problems)
         log(f"no GPU here by the drivers of CUDA and Vulkan{why}: only the library for the CPU is built")
         return None

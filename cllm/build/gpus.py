@@ -82,8 +82,7 @@ def _ask_cuda() -> list[Gpu]:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return []
-    error = cuda.cuInit(0)
-    if error == _NO_DEVICE:
+    if (error := cuda.cuInit(0)) == _NO_DEVICE:
         return []
     if error:
         raise DriverError(f"the NVIDIA driver does not start: CUDA error {error}{_cuda_reason(cuda, error)}")

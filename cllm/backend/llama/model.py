@@ -305,8 +305,7 @@ class LlamaVocabulary:
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """The model's own rerank template, else its control tokens around query and document."""
         api, pointer, tokenize = self._api, self.pointer, partial(self.tokenize, add_special=False)
-        template = api.llama_model_chat_template(self._model.pointer, b"rerank")
-        if template:
+        if template := api.llama_model_chat_template(self._model.pointer, b"rerank"):
             texts = {"{query}": query, "{document}": document}
             pieces = re.split(r"(\{query\}|\{document\})", template.decode("utf-8", "replace"))
             if not any(control in text for text in texts.values() for control in self.special_texts):

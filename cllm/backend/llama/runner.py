@@ -320,8 +320,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
 
     def restore(self, seq_id: int, state: KVState, flags: int = WHOLE) -> bool:
         own, of_head = self._head.split(state) if self._head is not None else (state, b"")
-        restored = super().restore(seq_id, own, flags)
-        if restored and self._head is not None:
+        if (restored := super().restore(seq_id, own, flags)) and self._head is not None:
             self._head.load(seq_id, of_head, whole=flags == WHOLE)
         return restored
 

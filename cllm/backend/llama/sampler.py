@@ -97,8 +97,7 @@ class LlamaSampler:
         adjusted = None
         if self._recent is not None:
             adjusted = np.unique(np.array([*self._recent, *self._biased], np.int32))
-        token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)
-        if token >= 0:
+        if (token := candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)) >= 0:
             self._accept(token)
         return token
 
