@@ -343,8 +343,7 @@ class Relay:
 
     def _process(self, replica: RemoteReplica, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            relayed = replica.requests.get(output.request_id)
-            if relayed is None:  # it was withdrawn
+            if (relayed := replica.requests.get(output.request_id)) is None:  # it was withdrawn
                 continue
             if relayed.silent:
                 relayed.silent = False

@@ -200,8 +200,7 @@ class ScriptedRunner(ModelRunner):
 
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
-        script = find_script(memory)
-        if script is None:
+        if (script := find_script(memory)) is None:
             return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
         return script[0][0] if script[0] else END_TOKEN
 

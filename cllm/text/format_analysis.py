@@ -203,8 +203,7 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
 
 
 def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
-    value = objects[0][key]
-    if value == NAMES[0]:
+    if (value := objects[0][key]) == NAMES[0]:
         return Slot.NAME
     if isinstance(value, Mapping) and KEYS[0] in value:
         return Slot.ARGUMENTS

@@ -95,8 +95,7 @@ class LineLimits:
 
     def _by_indent(self, text: str) -> str:
         first, *lines = text.split("\n")
-        begun = self._line
-        if begun is not None:
+        if (begun := self._line) is not None:
             first = begun + first
         position = -len(begun or "")
         for index, line in enumerate((first, *lines)):
@@ -502,8 +501,7 @@ async def slots(http: HttpRequest) -> list[shapes.LlamaSlot]:
 @llama_server.post("/slots/{id_slot}", shown=False)
 async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> dict[str, Any]:
     """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
-    action = http.query_params.get("action")
-    if action not in get_args(SlotAction):
+    if (action := http.query_params.get("action")) not in get_args(SlotAction):
         raise InvalidRequest("action: it must be save, restore or erase", "action")
     engine = await submit.use_engine(http, body.model)
     slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1

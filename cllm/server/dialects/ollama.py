@@ -98,8 +98,7 @@ class OllamaRenderer:
         )
 
     def _render(self, change: BlockEvent) -> shapes.AnswerPart | None:
-        kind = change.block.kind
-        if kind is BlockKind.TOOL_CALL:
+        if (kind := change.block.kind) is BlockKind.TOOL_CALL:
             return self.make(calls=[change.block]) if isinstance(change, BlockEnd) else None
         if not isinstance(change, BlockDelta) or not change.text:
             return None
