@@ -209,7 +209,6 @@ class LiveFeed:
     def _make_kv(self, snapshot: Snapshot) -> dict[str, Any]:
         """The lanes of the KV map. A request's id comes once, when its lane becomes its own."""
         limits = self._registry.current.limits
-        slot_tokens = limits.sequence_cells if limits is not None else 0
         lanes = {info.seq_id: _make_lane(info) for info in snapshot.leases}
         lanes.update((slot, [slot, tokens]) for slot, tokens in snapshot.cached.items())
         shown = {slot: lanes[slot] for slot in sorted(lanes)[:MAX_LANES]}
@@ -224,7 +223,7 @@ class LiveFeed:
         return {
             "snapshot": snapshot.number,
             "slots": snapshot.sequences_total,
-            "slot_tokens": slot_tokens,
+            "slot_tokens": limits.sequence_cells if limits is not None else 0,
             "cells": [snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached],
             "waiting": len(snapshot.waiting),
             "lanes": sent,
