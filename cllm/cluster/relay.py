@@ -311,8 +311,7 @@ class Relay:
     def _announce(self) -> None:
         """Report the replicas together as ready, or that there is none."""
         self.flush()
-        ready = [each.ready for each in self.replicas if each.available and each.ready is not None]
-        if ready:
+        if ready := [each.ready for each in self.replicas if each.available and each.ready is not None]:
             self._emit(merge_ready(ready))
         elif self._absent_since is None:
             self._absent_since = self._clock()
