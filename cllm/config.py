@@ -268,6 +268,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """The disk cache as it is meant by default: files tell prompts, so not where keys protect them."""
         if self.engine.cache_disk_mb is not None:
             return self
-        private = self.server.api_key or self.server.api_keys
-        size = 0 if private else DEFAULT_CACHE_DISK_MB
+        size = 0 if self.server.api_key or self.server.api_keys else DEFAULT_CACHE_DISK_MB
         return msgspec.structs.replace(self, engine=msgspec.structs.replace(self.engine, cache_disk_mb=size))

@@ -62,8 +62,7 @@ def is_file_path(text: str) -> bool:
     """Return True for the path of a file in a repository, relative, below it, and printable."""
     if not 0 < len(text) <= MAX_FILE_PATH or "\\" in text or _NOT_PRINTED.search(text):
         return False
-    parts = text.split("/")
-    return not any(part in ("", ".", "..") or len(part.encode()) > MAX_PART for part in parts)
+    return not any(part in ("", ".", "..") or len(part.encode()) > MAX_PART for part in text.split("/"))
 
 
 def path_below(folder: Path, name: str, *, follow_links: bool = False) -> Path:

@@ -99,8 +99,7 @@ def _plan(arguments: Namespace) -> ModuleOptions | None:
     if arguments.gpu == "none":
         return None
     drivers = find_gpus()
-    backend = module.choose_backend(arguments.gpu, drivers)
-    if backend is None:
+    if (backend := module.choose_backend(arguments.gpu, drivers)) is None:
         why = "".join(f" ({problem})" for problem in drivers.problems)
         log(f"no GPU here by the drivers of CUDA and Vulkan{why}: only the library for the CPU is built")
         return None
@@ -128,8 +127,7 @@ def _build_beside(options: ModuleOptions | MediaOptions, jobs: int, duration: st
         log(f"building {options}: {duration}")
         work = _work_folder(options.key, force)
         try:
-            settings = options.cmake_arguments()
-            when = tools.compile(work, settings, [options.target], jobs, options.project)
+            when = tools.compile(work, options.cmake_arguments(), [options.target], jobs, options.project)
         except BuildError as error:
             hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
             raise BuildError(f"{options} could not be built{hint}:\n{error}") from error

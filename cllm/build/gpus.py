@@ -82,8 +82,7 @@ def _ask_cuda() -> list[Gpu]:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return []
-    error = cuda.cuInit(0)
-    if error == _NO_DEVICE:
+    if (error := cuda.cuInit(0)) == _NO_DEVICE:
         return []
     if error:
         raise DriverError(f"the NVIDIA driver does not start: CUDA error {error}{_cuda_reason(cuda, error)}")
@@ -96,8 +95,7 @@ def _ask_cuda() -> list[Gpu]:
         cuda.cuDeviceGetName(name, len(name), device)
         memory = _ask(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
         major, minor = (_ask(cuda.cuDeviceGetAttribute, key, device) for key in (_MAJOR, _MINOR))
-        text = name.value.decode("utf-8", "replace")
-        found.append(Gpu("cuda", text, memory, f"{major}{minor}", driver))
+        found.append(Gpu("cuda", name.value.decode("utf-8", "replace"), memory, f"{major}{minor}", driver))
     return found
 
 

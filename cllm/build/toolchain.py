@@ -165,8 +165,7 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
     if name is None and ("CC" in os.environ or "CXX" in os.environ):
         pairs.insert(0, (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
     for c, cxx in pairs:
-        compiler = _identify(tuple(shlex.split(c)), tuple(shlex.split(cxx)))
-        if compiler is not None:
+        if (compiler := _identify(tuple(shlex.split(c)), tuple(shlex.split(cxx)))) is not None:
             return compiler
     if name not in (None, "zig"):
         raise BuildError(f"--compiler {name}: {name} or its C++ compiler does not run here")

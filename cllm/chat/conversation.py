@@ -166,8 +166,7 @@ class MessageBuilder:
     def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
         """A call by the assistant; `arguments` is JSON text."""
         calls = self._assistant().setdefault("tool_calls", [])
-        function = {"name": name, "arguments": arguments}
-        calls.append({"id": call_id, "type": "function", "function": function})
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def add_tool_result(self, call_id: str | None, text: str) -> None:
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": [text]})

@@ -103,8 +103,7 @@ def examine_texts(config: EngineConfig) -> list[Finding]:
 
 def examine_media(config: EngineConfig) -> list[Finding]:
     """Examine the mmproj, or those beside the model, in this process."""
-    beside = sorted(Path(config.model).parent.glob("mmproj*.gguf"))
-    paths = [Path(config.mmproj)] if config.mmproj else beside
+    paths = [Path(config.mmproj)] if config.mmproj else sorted(Path(config.model).parent.glob("mmproj*.gguf"))
     return [check("mmproj", _check_mmproj, config, path) for path in paths]
 
 

@@ -128,8 +128,7 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
 
 def _build_info(folder: Path) -> str:
     """The options of the build, from its `build.json`."""
-    info = library.read_build_info(folder)
-    if not info:
+    if not (info := library.read_build_info(folder)):
         return "not built by cllm: `cllm build` makes one for this CPU"
     shown = ", ".join(f"{key} {value}" for key, value in info.items() if key != "cpu_features")
     if info.get("portable"):
@@ -143,8 +142,7 @@ def _gpus(folder: Path, table: Table) -> None:
     rows = [*map(str, drivers.gpus), *(f"[red]{problem}[/red]" for problem in drivers.problems)]
     for row in rows or ["none"]:
         table.add_row("GPU", row)
-    module = choose_module(library.modules_for(folder), drivers)
-    if module is not None:
+    if (module := choose_module(library.modules_for(folder), drivers)) is not None:
         table.add_row("GPU module", str(module.path.parent))
         table.add_row("", _build_info(module.path.parent))
     elif (offer := offer_module(drivers)) is not None:

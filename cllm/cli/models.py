@@ -197,8 +197,7 @@ def quantize_command(
     if kind not in FILE_TYPES:
         raise ConfigError(f"there is no type {kind[:20]!r}; choose one of: {', '.join(FILE_TYPES)}")
     header = GgufHeader(resolve(model, offline=True))
-    types = sorted(count_weights(header).keys() - _PLAIN)
-    if types and not requantize:
+    if (types := sorted(count_weights(header).keys() - _PLAIN)) and not requantize:
         raise ModelFileError(
             f"{header.path.name} is quantised already ({', '.join(types)}): quantise the original, or say "
             "--allow-requantize, which costs quality"

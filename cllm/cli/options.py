@@ -137,8 +137,7 @@ def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     }
     if field.name == "model":
         return _keyword(field.name, Annotated[kind, Argument(**option, show_default=False)], "")
-    repeats = get_origin(kind) is tuple
-    if repeats:
+    if repeats := get_origin(kind) is tuple:
         kind = str
     elif not isinstance(kind, type):
         kind, option["parser"] = str, _number_or_word

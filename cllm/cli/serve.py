@@ -89,8 +89,7 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
         ready = _run_task(PrepareTask(asked=model.engine, log_level=server.log_level), PreparedModel)
         server = server.for_media() if ready.config.mmproj else server
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    hidden = not sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("loading the model", total=1.0)
         loader = EngineLoader(server)
         engine = loader.make(ready, lambda at: progress.update(task, completed=at))
@@ -111,10 +110,8 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
 
         path = Path(ready.config.model)
         model = replace(model, name=next(iter(ready.config.names), path.stem))
-        created = int(path.stat().st_mtime)
-        served = ServedModel(model, loader, engine=engine, prepared=ready, created=created)
-        registry = EngineRegistry([served], tenants=loader.tenants)
-        _run(serve(registry, server, listeners, announce))
+        served = ServedModel(model, loader, engine=engine, prepared=ready, created=int(path.stat().st_mtime))
+        _run(serve(EngineRegistry([served], tenants=loader.tenants), server, listeners, announce))
 
 
 def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Listeners) -> None:
@@ -215,14 +212,13 @@ def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
         engine = make_config(EngineConfig, {**inherited, **settings, **limit})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    ttl = config.server.sleep_idle_s if section.ttl is None else section.ttl
     return ModelConfig(
         name=name,
         engine=engine,
         aliases=section.aliases,
         defaults=check_defaults(section.defaults, f"{where} defaults"),
         keep=section.keep,
-        ttl=max(0.0, ttl),
+        ttl=max(0.0, config.server.sleep_idle_s if section.ttl is None else section.ttl),
     )
 
 

@@ -143,10 +143,9 @@ class ClusterWorker:
     def _connect_all(self, found: Sequence[ReplicaAddress], answers: bool) -> None:
         now = self._loop.time()
         listed = {address.replica for address in found}
-        if answers:
-            for name in [*self._connections]:
-                if name not in listed and self._connections[name].link is None:
-                    del self._connections[name]
+        for name in [*self._connections] if answers else ():
+            if name not in listed and self._connections[name].link is None:
+                del self._connections[name]
         for address in found:
             if not self._accept(address):
                 continue

@@ -311,8 +311,7 @@ class Relay:
     def _announce(self) -> None:
         """Report the replicas together as ready, or that there is none."""
         self.flush()
-        ready = [each.ready for each in self.replicas if each.available and each.ready is not None]
-        if ready:
+        if ready := [each.ready for each in self.replicas if each.available and each.ready is not None]:
             self._emit(merge_ready(ready))
         elif self._absent_since is None:
             self._absent_since = self._clock()
@@ -343,8 +342,7 @@ class Relay:
 
     def _process(self, replica: RemoteReplica, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            relayed = replica.requests.get(output.request_id)
-            if relayed is None:  # it was withdrawn
+            if (relayed := replica.requests.get(output.request_id)) is None:  # it was withdrawn
                 continue
             if relayed.silent:
                 relayed.silent = False

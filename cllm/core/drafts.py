@@ -201,8 +201,7 @@ class DraftState:
         # By position: how many came true where those before did, and how many the rates had promised.
         self._positions: list[tuple[float, float]] = []
         self.skipped = 0  # looks at which the drafter was not asked
-        self.drafted = 0
-        self.accepted = 0
+        self.drafted = self.accepted = 0
 
     def propose(self, tokens: Tokens[int], max_tokens: int, given: Tokens[int] = ()) -> list[int]:
         """Draft tokens for the next step, at most `max_tokens`; often none."""

@@ -181,9 +181,8 @@ class EngineCore:
             raise
         finally:
             self.disk.close(self.scheduler.prefix_cache.loader.candidates() if stopped else ())
-            ended = EngineDied("the engine has ended")
             for group in self.groups:
-                group.fail_all(ended)
+                group.fail_all(EngineDied("the engine has ended"))
             self.preparation.close()
 
     def step(self, *, follow: bool = False) -> None:
@@ -237,11 +236,10 @@ class EngineCore:
 
     def _follow(self, batch: Batch, result: StepResult) -> float | None:
         """Submit the batch after this one, if that is known already; when that was, or None."""
-        if not self.inbox.empty() or self.cache_calls.calls or self.embedding.has_work:
+        scheduler = self.scheduler
+        if not self.inbox.empty() or self.cache_calls.calls or self.embedding.has_work or scheduler.turns.due:
             return None
-        if self.scheduler.turns.due:
-            return None
-        if (following := self.scheduler.following.complete(batch, result)) is None:
+        if (following := scheduler.following.complete(batch, result)) is None:
             return None
         now = time.perf_counter()
         self._ahead = following, self._guarded(partial(self.runner.submit, following))
@@ -422,7 +420,6 @@ class EngineCore:
             describe(scheduler.running[seq_id], seq_id, now - lease.leased_at)
             for seq_id, lease in sorted(pool.held.items())
         )
-        preempted = (one for one in scheduler.waiting if one.preempted)
         cells_used, cells_cached = scheduler.prefix_cache.count_cells(scheduler.running.values())
         return Snapshot(
             number=self._snapshots,
@@ -434,7 +431,7 @@ class EngineCore:
             leases=leases,
             waiting=tuple(one.id for one in scheduler.waiting),
             cached=scheduler.prefix_cache.device.lengths,
-            preempted=tuple(describe(one, -1) for one in preempted),
+            preempted=tuple(describe(one, -1) for one in scheduler.waiting if one.preempted),
             leased_total=pool.leased_total,
             released_total=pool.released_total,
             cleared_cells_total=pool.cleared_cells_total,

@@ -45,8 +45,7 @@ class FollowingBatch:
         """While this batch is computed: the one after it, unless something else may be due."""
         self._steps += 1
         self._prepared = None
-        media = batch.kind is BatchKind.MEDIA
-        if media or len(batch.rows) != len(running) or self._steps % self.EVERY == 0:
+        if batch.kind is BatchKind.MEDIA or len(batch.rows) != len(running) or self._steps % self.EVERY == 0:
             return
         next_position = self._runner.next_position
         rows, tokens = [], []
@@ -242,7 +241,6 @@ class Scheduler(StepGroup[Sequence]):
             return
         self._kv_full = False
         self._awaited.clear()
-        limits = self.runner.limits
         loading = 0  # their slots are kept free: what is read is needed at once
         free = max(0, self._free_slots)
         for sequence in (*self.prefix_cache.order(self.waiting[:free]), *self.waiting[free:]):
@@ -250,7 +248,7 @@ class Scheduler(StepGroup[Sequence]):
                 return
             if not self.layout.splits:
                 known = sum(len(other.tokens) for other in self.running.values())
-                if known and known + len(sequence.tokens) >= limits.cells:
+                if known and known + len(sequence.tokens) >= self.runner.limits.cells:
                     return  # it would preempt one at once
             match = None
             if startable := sequence.startable:
@@ -268,13 +266,11 @@ class Scheduler(StepGroup[Sequence]):
     @property
     def _free_slots(self) -> int:
         """How many more sequences may run now."""
-        limits = self.runner.limits
-        return min(len(self.pool.free), limits.max_running - len(self.running))
+        return min(len(self.pool.free), self.runner.limits.max_running - len(self.running))
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
-        slot = self.prefix_cache.choose_slot(sequence, match, self.running)
-        if slot is None:
+        if (slot := self.prefix_cache.choose_slot(sequence, match, self.running)) is None:
             return  # the last free ones could not be cleared
         lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None
@@ -373,8 +369,7 @@ class Scheduler(StepGroup[Sequence]):
             logprobs = logprobs[: len(tokens) + bool(sequence.request.prompt_logprobs)]
         if reason is None:
             # Where the engine dies, the client knows what cannot be found out again.
-            tells = row.outputs > 1 or known == sequence.known
-            more = {"usage_so_far": sequence.usage()} if tells else {}
+            more = {"usage_so_far": sequence.usage()} if row.outputs > 1 or known == sequence.known else {}
             self._outputs.put(sequence, tokens, text, logprobs, more)
         else:
             self._finish(sequence, reason, tokens, text, logprobs)

@@ -58,9 +58,7 @@ class Sequence:
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
         self.deferred = 0  # steps in a row that it took no part in because of that
-        self.decoded_tokens = 0
-        self.steps = 0
-        self.ubatches = 0
+        self.decoded_tokens = self.steps = self.ubatches = 0
 
     @property
     def seq_id(self) -> int:

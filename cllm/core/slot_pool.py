@@ -42,9 +42,7 @@ class SlotPool:
         self.free = set(range(self.size))  # those that can be leased
         self.held: dict[int, SlotLease] = {}
         self.retired: set[int] = set()
-        self.leased_total = 0
-        self.released_total = 0
-        self.cleared_cells_total = 0
+        self.leased_total = self.released_total = self.cleared_cells_total = 0
 
     def lease(self, request_id: str, seq_id: int | None = None) -> SlotLease | None:
         """This free slot, or the lowest. None if there is none: then wait, slots are never shared."""

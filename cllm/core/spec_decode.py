@@ -119,8 +119,7 @@ class SpecDecodePolicy:
 
         A constraint that sleeps until a trigger allows them up to there.
         """
-        self._wait = self._streak = 0  # what is new may repeat itself
-        self._length = 0
+        self._wait = self._streak = self._length = 0  # what is new may repeat itself
         constrained = request.constraint is not None and not request.constraint.triggers
         if not self.max_tokens or not request.speculate or constrained or request.prompt.spans:
             return None

@@ -47,16 +47,14 @@ class StepShape(NamedTuple):
             return cls(ubatches, 0, single + together, cells + together / 2)
         first = int(len(batch.rows) > 1)  # of a long row: computed along with the others
         for row in batch.rows:
-            count = len(row.tokens)
-            if count == max(1, row.outputs):
+            if (count := len(row.tokens)) == max(1, row.outputs):
                 single += count
             else:
                 prefill += count
             pairs = attended_pairs(count, row.position, count - first if split else together)
             attended += pairs[0]
             tiled += pairs[1]
-        scored = sum(len(row.scored) for row in batch.rows)
-        return cls(ubatches, prefill, single, attended, tiled, scored)
+        return cls(ubatches, prefill, single, attended, tiled, sum(len(row.scored) for row in batch.rows))
 
 
 def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:

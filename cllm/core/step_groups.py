@@ -159,8 +159,7 @@ class AdapterTurns:
         level = min((self._spent_s[key] for key in keys & self._spent_s.keys()), default=0.0)
         self._spent_s = {key: self._spent_s.get(key, level) for key in keys}  # time is not saved up
         if self.key not in keys or self.due:
-            others = keys - {self.key}
-            self.key = min(others, key=lambda key: (self._spent_s[key], key))
+            self.key = min(keys - {self.key}, key=lambda key: (self._spent_s[key], key))
             self._turn_s = 0.0
         return {slot: each for slot, each in running.items() if each.adapter == self.key}
 

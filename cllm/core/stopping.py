@@ -149,8 +149,7 @@ class Stopping:
                 left, own = after, own and after is left
         if reason is not None and request.stop:
             texts.append(self.detokenizer.finish())
-        text = "".join(texts) if request.stop else None
-        return Appended(tuple(self._tokens[begin:]), text, reason, kept)
+        return Appended(tuple(self._tokens[begin:]), "".join(texts) if request.stop else None, reason, kept)
 
     def _push(self, token: int, vocabulary: Vocabulary) -> str:
         """Append a token; returns the text that is now final, where it may stop the answer."""
@@ -174,8 +173,7 @@ class Stopping:
 
     def _forced(self, left: list[int]) -> list[int]:
         """What is left to append, or the tokens that must come instead and need no sampling."""
-        due = self.due
-        if due:
+        if due := self.due:
             return left if left == due else self._force(due)
         if left or (grammar := self.grammar) is None:
             return left

@@ -71,8 +71,7 @@ class EngineAdapters:
 
     async def load(self, adapter: Adapter) -> Adapter:
         """Load an adapter under its name. Raises AdapterRefused; AdapterBusy where the name is taken."""
-        name = adapter.name
-        if name in self._by_name:
+        if (name := adapter.name) in self._by_name:
             raise AdapterBusy(f"there is an adapter {name}: unload it first, or choose another name")
         self._by_name[name] = replace(adapter, digest="")
         try:

@@ -182,8 +182,7 @@ class EngineClient:
 
     def cancel(self, request_id: str) -> None:
         """End a request; one that has ended already is left alone."""
-        state = self._queue.states.get(request_id)
-        if state is None or state.cancelled:
+        if (state := self._queue.states.get(request_id)) is None or state.cancelled:
             return
         state.cancelled = True
         if state.stage is Stage.QUEUED:

@@ -56,8 +56,7 @@ class History:
 
 def quantile_ms(bounds: Sequence[float], cumulative: Sequence[float], part: float) -> float | None:
     """A quantile by linear interpolation in its bucket, as PromQL's `histogram_quantile` has it."""
-    rank = part * cumulative[-1]
-    if not rank:
+    if not (rank := part * cumulative[-1]):
         return None
     place = next(index for index, count in enumerate(cumulative) if count >= rank)
     if place == len(bounds):  # beyond every bound

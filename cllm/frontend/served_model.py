@@ -188,8 +188,7 @@ class ServedModel:
     @property
     def open(self) -> bool:
         """A request can be taken now."""
-        taking = self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
-        return taking and self.engine in self.engines
+        return self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING) and self.engine in self.engines
 
     @property
     def quiet(self) -> bool:

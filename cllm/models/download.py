@@ -112,8 +112,7 @@ class Journal:
         """Bring written blocks to disk, then their marks: in this order a mark never precedes its data."""
         if self._file is None:
             return
-        written = [found.start() for found in re.finditer(b"\1", self._states)]
-        if written:
+        if written := [found.start() for found in re.finditer(b"\1", self._states)]:
             with self._part.open("rb") as file:
                 os.fsync(file.fileno())
             for block in written:
@@ -269,8 +268,7 @@ class Download:
             claimed, journal = self._claimed, self.journal
             blocks = range(self._cursor, stop_block)
             open_blocks = (block for block in blocks if not claimed[block] and not journal.is_written(block))
-            free = list(islice(open_blocks, RANGE_BLOCKS * 2 * self._connections))
-            if not free:
+            if not (free := list(islice(open_blocks, RANGE_BLOCKS * 2 * self._connections))):
                 return None
             size = max(1, min(RANGE_BLOCKS, len(free) // (2 * self._connections)))
             first = last = self._cursor = free[0]

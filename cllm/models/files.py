@@ -91,8 +91,7 @@ class FileType(NamedTuple):
 
 def parse_file_type(description: str) -> FileType:
     """That of llama.cpp's description of a loaded model, `llama 8B Q4_K - Medium`."""
-    found = _QUANT.search(description)
-    if found is None:
+    if (found := _QUANT.search(description)) is None:
         return FileType()
     quant, rest = found[1].upper(), description[found.end() :]
     if (quant, rest) != ("Q2_K", " - Medium"):  # its files are named Q2_K alone
@@ -211,8 +210,7 @@ def parse_hub(text: str) -> HubReference | None:
         return _parse_url(f"https://{text}")
     if not text.lower().startswith(("hf:", "ms:")):
         return None
-    match = _SHORT.fullmatch(text)
-    if match is None:
+    if (match := _SHORT.fullmatch(text)) is None:
         raise ConfigError(f"{text!r} is no reference to a model of a hub; they look like {_FORMS}")
     hub, repo, file, quant, revision = match.groups()
     return _check(HubReference(hub.lower(), repo, quant or file or "", revision or ""), text)

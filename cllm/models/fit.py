@@ -53,8 +53,7 @@ class ModelFit:
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
         """Suggest a quantisation to take instead."""
-        fitting = self.fitting(models)
-        if not fitting:
+        if not (fitting := self.fitting(models)):
             return "none of its quantisations would fit here; search for a model of fewer parameters"
         best = fitting[0]
         return f"{best.quant or best.stem} would ({format_size(best.size)})"
@@ -106,10 +105,8 @@ def choose(model: TableModel, room: int) -> Choice | None:
     longest = min(MAX_SHARE, model.context)
     for quant, size in sorted(model.quants.items(), key=lambda item: -item[1]):
         budget = (room - size - model.fixed) // 2
-        requests = min(MAX_PARALLEL, budget // (model.slot + model.cell * longest))
-        if requests < 2:
-            enough = budget // 2 >= model.slot + model.cell * min(AGENT_SHARE, longest)
-            requests = 2 if enough else 1
+        if (requests := min(MAX_PARALLEL, budget // (model.slot + model.cell * longest))) < 2:
+            requests = 2 if budget // 2 >= model.slot + model.cell * min(AGENT_SHARE, longest) else 1
         tokens = min(longest, (budget // requests - model.slot) // model.cell)
         if tokens >= min(AGENT_SHARE, longest) or (
             size == min(model.quants.values()) and tokens >= SMALL_CONTEXT

@@ -153,8 +153,7 @@ class Hub:
 
     def check(self, response: httpx.Response, what: str) -> None:
         """Check that an answer is a success. Raises HubError with what to do, or TemporaryError."""
-        status = response.status_code
-        if status < 300:
+        if (status := response.status_code) < 300:
             return
         host = response.url.host
         name = f"{self.kind}:{self.repo}" + (f" {what}" if what else "")

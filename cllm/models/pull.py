@@ -156,8 +156,7 @@ class Pull:
                 downloads[file] = stack.enter_context(self._download(file, self._destination.paths(file)))
         if downloads and check is not None:
             self._check(downloads, check)
-        total = sum(file.size for file in self._model.files)
-        with PullProgress(self._model.chosen.stem, total) as progress:
+        with PullProgress(self._model.chosen.stem, sum(file.size for file in self._model.files)) as progress:
             done = sum(file.size for file in self._model.files if file not in downloads)
             for file, download in downloads.items():
                 download.fetch(report=partial(progress.show, done))

@@ -208,8 +208,7 @@ class HfRepository:
         with suppress(OSError, ConfigError):
             main = path_below(self.folder / "refs", revision or "main").read_text().strip()
         if revision:
-            wanted = main or revision
-            return [path for path in snapshots if path.name.startswith(wanted)]
+            return [path for path in snapshots if path.name.startswith(main or revision)]
         return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime))
 
     def paths(self, file: HubFile) -> DownloadPaths:
@@ -220,8 +219,7 @@ class HfRepository:
 
     def find(self, file: HubFile) -> Path | None:
         """Find the file if it is here: its blob, or a plain file where there are no links."""
-        pointer = self._pointer(file)
-        for path in (pointer, self.paths(file).final):
+        for path in (self._pointer(file), self.paths(file).final):
             if path.is_file() and path.stat().st_size == file.size:
                 return path
         return None

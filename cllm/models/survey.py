@@ -50,8 +50,7 @@ def survey(models: Sequence[ModelConfig], common: ModelConfig, *, all_models: bo
     taken: set[str] = {model.name.lower() for model in models if model.name}
     listed = [*_find_all(models), *((common, stored) for stored in (scan() if all_models else ()))]
     for config, stored in listed:
-        path = stored.path.absolute()
-        if path in found:
+        if (path := stored.path.absolute()) in found:
             continue
         try:
             found[path] = _describe(config, stored, taken)

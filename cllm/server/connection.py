@@ -96,8 +96,7 @@ def make_plain_send(cycle: RequestResponseCycle, *, chunks: bool) -> Any:
     async def send_plain(message: Any) -> None:
         if message["type"] == "http.response.start":
             cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
-            names = {name.lower() for name, _ in message["headers"]}
-            if not chunks and b"content-length" not in names:
+            if not chunks and b"content-length" not in {name.lower() for name, _ in message["headers"]}:
                 cycle.chunked_encoding = False
         elif not chunks and not cycle.expected_content_length:
             cycle.expected_content_length = len(message.get("body", b""))

@@ -340,8 +340,7 @@ class JobDatabase:
             "AND (opening, number) > (?, ?) ORDER BY opening, number LIMIT ?"
         )
         after = (last.opening, last.number) if last is not None else (b"", -1)
-        rows = self.sql.execute(query, (batch, PENDING, *after, count))
-        return [BatchLine(*row) for row in rows]
+        return [BatchLine(*row) for row in self.sql.execute(query, (batch, PENDING, *after, count))]
 
     def add_answer(
         self, batch: str, number: int, answer: bytes, state: int = DONE, prompt: int = 0, tokens: int = 0

@@ -88,8 +88,7 @@ class LiveFeed:
         if self._registry.health in _ENDED:
             self.close()
         if self._listeners:
-            snapshot = await self._take_snapshot()
-            self._send(self._make_event(row, snapshot))
+            self._send(self._make_event(row, await self._take_snapshot()))
 
     async def _take_snapshot(self) -> Snapshot | None:
         """The engine between two steps; None if it does not answer now."""
@@ -210,7 +209,6 @@ class LiveFeed:
     def _make_kv(self, snapshot: Snapshot) -> dict[str, Any]:
         """The lanes of the KV map. A request's id comes once, when its lane becomes its own."""
         limits = self._registry.current.limits
-        slot_tokens = limits.sequence_cells if limits is not None else 0
         lanes = {info.seq_id: _make_lane(info) for info in snapshot.leases}
         lanes.update((slot, [slot, tokens]) for slot, tokens in snapshot.cached.items())
         shown = {slot: lanes[slot] for slot in sorted(lanes)[:MAX_LANES]}
@@ -225,7 +223,7 @@ class LiveFeed:
         return {
             "snapshot": snapshot.number,
             "slots": snapshot.sequences_total,
-            "slot_tokens": slot_tokens,
+            "slot_tokens": limits.sequence_cells if limits is not None else 0,
             "cells": [snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached],
             "waiting": len(snapshot.waiting),
             "lanes": sent,

@@ -112,8 +112,7 @@ def _describe(
         named = named or "model" in schema.get("properties", ())
         described["requestBody"] = {"content": {JSON: {"schema": reference}}, "required": True}
     if form := TEXTS.forms.get(f"{route.method} {route.path}"):
-        content = {"multipart/form-data": {"schema": form}}
-        described["requestBody"] = {"content": content, "required": True}
+        described["requestBody"] = {"content": {"multipart/form-data": {"schema": form}}, "required": True}
     described["responses"] = _responses(
         route, _content(route, references.get(_get_kind(route))), required, named=named
     )

@@ -201,8 +201,7 @@ def _listen(host: str, port: int, config: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Connections inherit it. The kernel buffers megabytes before a write blocks, but knows the reader.
-        limit_ms = int(1000 * config.slow_reader_s)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * config.slow_reader_s))
     try:
         listener.bind((host, port))
         # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.

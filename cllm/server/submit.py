@@ -138,7 +138,6 @@ def make_request(
     """
     info, limits = loaded(engine)
     state = {} if http is None else http.scope["state"]
-    priority = state.get("priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority)))
     state["reconnect_s"] = body.reconnect_s
     adapter = adapter or state.get("adapter", "")
     scales = {adapter: engine.adapters.get(adapter).scale} if adapter else None
@@ -155,7 +154,7 @@ def make_request(
         logprobs=0 if logprobs is None else max(1, logprobs),
         prompt_logprobs=0 if prompt_logprobs is None else max(1, prompt_logprobs),
         timeout_s=body.timeout,
-        priority=priority,
+        priority=state.get("priority", max(-MAX_PRIORITY, min(MAX_PRIORITY, body.priority))),
         tenant="" if http is None else state["tenant"].name,
         adapter=engine.adapters.choose(scales),
         reuse=body.cache_prompt,

@@ -200,8 +200,7 @@ class ScriptedRunner(ModelRunner):
 
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
-        script = find_script(memory)
-        if script is None:
+        if (script := find_script(memory)) is None:
             return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
         return script[0][0] if script[0] else END_TOKEN
 
@@ -213,8 +212,7 @@ class ScriptedRunner(ModelRunner):
         drafts = list(row.tokens[len(row.tokens) - row.outputs + 1 :])
         tokens: list[int] = []
         for place in range(row.outputs):
-            known = memory[: len(memory) - len(drafts) + place]
-            token = self._next_token(known, params)
+            token = self._next_token(memory[: len(memory) - len(drafts) + place], params)
             if row.mask is not None and not row.mask[token]:
                 allowed = row.mask.nonzero()[0]  # the first at or after the model's own token
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])

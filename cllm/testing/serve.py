@@ -68,6 +68,5 @@ def _serve(config: EngineConfig, server: ServerConfig, engine_module: str) -> No
     options = {"log_level": server.log_level, "module": "cllm.testing", "engine_module": engine_module}
     engine = EngineClient(ProcessExecutor(config, **options), queue_size=server.queue_size)
     announce = partial(print, "cllm serves fake (a script) at", flush=True)
-    new_loop = asyncio.Runner(loop_factory=new_event_loop)
-    with contextlib.closing(bind(server)) as listeners, new_loop as runner:
+    with contextlib.closing(bind(server)) as listeners, asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))

@@ -259,8 +259,7 @@ class _Grammar:
             return f"({_any(each)})"
         if "string" in types or not types:
             return f"{self._text(formats.GEMMA_QUOTE)} {self._raw(rule, formats.GEMMA_QUOTE, schema)}"
-        inner = _get_inner(schema, types)
-        if inner is None or depth > MAX_DEPTH:
+        if (inner := _get_inner(schema, types)) is None or depth > MAX_DEPTH:
             return self._add_rule(rule, self._json(schema, root))
         if types == {"array"}:
             self._add(f"{rule}_item", self._gemma(f"{rule}_item", inner, root, depth + 1))

@@ -38,8 +38,7 @@ class CallParser:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self.done = False
-        self.failed = False
+        self.done = self.failed = False
         self._arguments: list[str] = []  # not taken yet
 
     def feed(self, text: str) -> str:
@@ -85,8 +84,7 @@ class ObjectCallParser(CallParser):
         self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
         self._wrapped = False  # it is in another object: {"function": {"name": …}}
-        self._in_string = False
-        self._escaped = False
+        self._in_string = self._escaped = False
         self._raw: list[str] = []
 
     def feed(self, text: str) -> str:
@@ -104,8 +102,7 @@ class ObjectCallParser(CallParser):
         return "".join(self._raw)
 
     def _read(self, character: str) -> None:
-        wants = self._wants
-        if wants in ("rest of a key", "rest of a value"):
+        if (wants := self._wants) in ("rest of a key", "rest of a value"):
             self._read_part(character)
         elif character.isspace():
             return
@@ -147,8 +144,7 @@ class ObjectCallParser(CallParser):
             closes, self._in_string = self._in_string, not self._in_string
         elif not self._in_string:
             self._nesting += (character in "{[") - (character in "}]")
-        is_argument = self._wants == "rest of a value" and self._key in self._argument_keys
-        if is_argument and self._part[0] != '"':
+        if self._wants == "rest of a value" and self._key in self._argument_keys and self._part[0] != '"':
             self._arguments.append(character)
         if closes and self._nesting <= 0:
             self._end_part()

@@ -238,8 +238,7 @@ def write_gemma(value: Any) -> str:
 
 
 def dump_json(value: Any, *, compact: bool = False) -> str:
-    separators = (",", ":") if compact else (", ", ": ")
-    return json.dumps(value, ensure_ascii=False, separators=separators)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else (", ", ": "))
 
 
 def get_type(value: Any) -> str:

@@ -79,8 +79,7 @@ def deadly_guard(limit_s: float = GUARD_LIMIT_S, number: int = signal.SIGPROF) -
     event = _SignalEvent(signal=number)
     times = _TimerTimes(s=int(limit_s), ns=int(limit_s % 1 * 1e9))
     arguments = getattr(time, "CLOCK_THREAD_CPUTIME_ID", 0), ctypes.byref(event), ctypes.byref(timer)
-    made = hasattr(_libc, "timer_create") and not _libc.timer_create(*arguments)
-    if made:
+    if made := hasattr(_libc, "timer_create") and not _libc.timer_create(*arguments):
         _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     else:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -159,8 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._started = 0.0
-        self._ticks = 0
-        self._max_length = 0
+        self._ticks = self._max_length = 0
 
     def run(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         """Render within the limits. Raises TemplateStopped, and what the template itself raises."""
@@ -225,8 +223,7 @@ class GenerationTag(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def tojson(

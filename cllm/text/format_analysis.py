@@ -135,8 +135,7 @@ def _derive(probe: TemplateProbe) -> ChatFormat:
     except (ValueError, LookupError):
         calls = None
     after = probe.text.partition(TEXT)[2]
-    blanks = after[: len(after) - len(after.lstrip())]
-    found = ChatFormat(writes_calls=bool(probe.call), after_text=blanks)
+    found = ChatFormat(writes_calls=bool(probe.call), after_text=after[: len(after) - len(after.lstrip())])
     if calls is None:
         known = [known for mark, known in DESCRIBED if probe.takes_tools and mark in probe.rendered]
         return _add_reasoning(probe, _replace(found, calls=known[0]) if known else found)
@@ -204,8 +203,7 @@ def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
 
 
 def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
-    value = objects[0][key]
-    if value == NAMES[0]:
+    if (value := objects[0][key]) == NAMES[0]:
         return Slot.NAME
     if isinstance(value, Mapping) and KEYS[0] in value:
         return Slot.ARGUMENTS
@@ -342,19 +340,16 @@ def _move_blanks(found: CallFormat) -> CallFormat:
 def _without_reasoning(probe: TemplateProbe, text: str) -> str:
     """The start of a message that calls, without the markers of no reasoning."""
     for field in FIELDS:
-        rendered = probe.calling(1, **{field: REASON})
-        before, found, after = rendered.partition(REASON)
+        before, found, after = probe.calling(1, **{field: REASON}).partition(REASON)
         opening, closing = _LAST_TAG.search(before), _TAG.match(after)
         if found and opening and closing:
-            empty = opening.group().strip() + closing.group()
-            return text.removeprefix(empty)
+            return text.removeprefix(opening.group().strip() + closing.group())
     return text
 
 
 def _find_before(probe: TemplateProbe, found: CallFormat) -> str:
     """The blanks between a text and the calls after it."""
-    rendered = probe.calling(1, content=TEXT)
-    _, said, rest = rendered.partition(TEXT)
+    _, said, rest = probe.calling(1, content=TEXT).partition(TEXT)
     start = found.start.strip()
     between = rest.partition(start)[0] if start and start in rest else "x"
     return between if said and not between.strip() else ""
@@ -368,8 +363,7 @@ def _add_reasoning(probe: TemplateProbe, found: ChatFormat) -> ChatFormat:
         for rendered in (probe.saying(TEXT, **{field: REASON}), probe.calling(1, **{field: REASON})):
             if REASON in rendered:
                 return _with_reasoning(probe, _replace(found, reasoning_field=field), rendered)
-    parts = [{"type": "thinking", "thinking": REASON}, {"type": "text", "text": TEXT}]
-    rendered = probe.saying(parts)
+    rendered = probe.saying([{"type": "thinking", "thinking": REASON}, {"type": "text", "text": TEXT}])
     if REASON in rendered and "thinking'" not in rendered and '"thinking"' not in rendered:
         return _with_reasoning(probe, _replace(found, reasoning_field="parts"), rendered)
     return found

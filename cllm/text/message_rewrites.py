@@ -164,8 +164,7 @@ def split_calls(messages: list[Message]) -> list[Message]:
             waiting = [call for call in waiting if call not in asked]
         else:
             split += _as_messages(waiting)
-            waiting = message.get("tool_calls", [])[1:]
-            if waiting:
+            if waiting := message.get("tool_calls", [])[1:]:
                 message = {**message, "tool_calls": message["tool_calls"][:1]}
         split.append(message)
     return split + _as_messages(waiting)

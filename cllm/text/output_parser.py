@@ -76,8 +76,7 @@ class OutputParser:
         self._lead = chat_format.lead  # ends the prompt, and starts a marker
         self._run = _TextRun()
         self._events: list[OutputEvent] = []
-        self._reasoned = False
-        self._cut = False
+        self._reasoned = self._cut = False
         # Reads an answer that may be a bare call.
         self._trial = call_parser.ObjectCallParser(form=chat_format.calls)
         self._tried = 0  # characters of the buffer that the trial has read
@@ -151,8 +150,7 @@ class OutputParser:
         return True
 
     def _read_text(self, final: bool) -> bool:
-        found = self._markers.find(self._buffer, final)
-        if found is None:
+        if (found := self._markers.find(self._buffer, final)) is None:
             self._say(self._release(self._markers.count_kept, final), ContentText)
             if final:
                 if not self._run.said and not self._reasoned and not self._calls.count:

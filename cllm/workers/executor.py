@@ -224,8 +224,7 @@ class ProcessTokenizer:
         with self._lock:
             if self._closed:
                 raise ShuttingDown(self._closed)
-            if not self._up:
-                self.start()
+            self.start()
             if self._bytes + len(call.frame) > MAX_WAITING_BYTES:
                 held = sum(len(each.frame) for each in (call, *self._lines.get(tenant, ())))
                 if held > MAX_WAITING_BYTES / len({*self._lines, tenant}):
@@ -305,8 +304,7 @@ class ProcessTokenizer:
                 self._ready = True
                 self._dispatch()
                 return
-            if self._backoff.count:
-                self._backoff.progress()
+            self._backoff.progress()
             call = self._running.pop(report.call_id, None)
         if call is not None:
             settle(call.future, report.answer)

@@ -57,12 +57,10 @@ class LlamaAdapters:
         if adapter.digest in self._loaded:
             return
         api = self._model.api
-        pointer = api.llama_adapter_lora_init(self._model.pointer, adapter.file.encode())
-        if not pointer:
+        if not (pointer := api.llama_adapter_lora_init(self._model.pointer, adapter.file.encode())):
             refused = f"llama.cpp cannot load {Path(adapter.file).name}"
             raise AdapterRefused(f"adapter {adapter.name}: {refused}; CLLM_LOG_LEVEL=debug shows its reasons")
-        frees = self._model.deferred_frees
-        self._loaded[adapter.digest] = Owned(pointer, api.llama_adapter_lora_free, frees)
+        self._loaded[adapter.digest] = Owned(pointer, api.llama_adapter_lora_free, self._model.deferred_frees)
         self.sizes[adapter.digest] = adapter.size
         self._grown = True
 

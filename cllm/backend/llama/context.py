@@ -101,8 +101,7 @@ class LlamaContext(Owned):
         workers = Workers(library, config, deferred_frees) if target is None else target.workers
         self.workers: Workers = workers
         params.n_threads = params.n_threads_batch = workers.threads
-        pointer = api.llama_init_from_model(model.pointer, params)
-        if not pointer:
+        if not (pointer := api.llama_init_from_model(model.pointer, params)):
             raise NotEnoughMemory(
                 f"llama.cpp cannot create a context of {params.n_ctx} cells "
                 f"(K {config.cache_type_k}, V {config.cache_type_v}); try a smaller --ctx-size or --parallel"
@@ -269,8 +268,7 @@ class LlamaContext(Owned):
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
-        held = self.next_position(source)
-        if length < held and length < self.min_length(source):
+        if length < self.next_position(source) and length < self.min_length(source):
             return 0
         self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
         if not self.limits.unified:
@@ -356,8 +354,7 @@ class NativeBatch:
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Lay the rows out one after the other. A batch over the capacity cannot be built: it raises."""
-        count = sum(len(row.tokens) for row in rows)
-        if count > self.capacity:
+        if (count := sum(len(row.tokens) for row in rows)) > self.capacity:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
         ids = [row.seq_id for row in rows]
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"

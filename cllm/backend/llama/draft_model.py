@@ -101,8 +101,7 @@ class DraftModel:
         """Draft tokens for the sequence; none while the draft model still prefills a long prompt."""
         if len(tokens) + max_tokens > self._runner.limits.request_tokens:
             return []
-        slot = self._taken.get(drafter) or self._take_slot(drafter, tokens)
-        if slot is None:
+        if (slot := self._taken.get(drafter) or self._take_slot(drafter, tokens)) is None:
             return []
         try:
             return self._draft(slot, tokens, max_tokens)

@@ -53,8 +53,7 @@ class EmbeddingContext(Owned):
         params.no_perf = True
         for name, value in config.rope_params.items():
             setattr(params, name, value)
-        pointer = api.llama_init_from_model(model.pointer, params)
-        if not pointer:
+        if not (pointer := api.llama_init_from_model(model.pointer, params)):
             raise NotEnoughMemory(
                 f"llama.cpp cannot create a context to embed {limits.tokens} tokens; "
                 "try a smaller --embed-tokens"
@@ -76,8 +75,7 @@ class EmbeddingContext(Owned):
             self._batch.fill([row._replace(outputs=len(row.tokens)) for row in batch.rows])
             self._workers.work_for(self.pointer)
             started = time.perf_counter()
-            code = int(self._api.llama_decode(self.pointer, self._batch.struct))
-            if code == 0:
+            if (code := int(self._api.llama_decode(self.pointer, self._batch.struct))) == 0:
                 self._api.llama_synchronize(self.pointer)
             compute_s = time.perf_counter() - started
             if code != 0:

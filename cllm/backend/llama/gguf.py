@@ -95,8 +95,7 @@ class GgufFile:
             raise ModelFileError(f"{path.name} is corrupt: {error}") from None
 
     def _read(self, cursor: _Cursor) -> None:
-        version = cursor.scalar("I")
-        if version not in (2, 3):
+        if (version := cursor.scalar("I")) not in (2, 3):
             raise ModelFileError(f"{self.path.name} has GGUF version {version}; 2 and 3 are supported")
         tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
         if tensor_count > MAX_TENSORS or pairs > MAX_PAIRS:
@@ -231,8 +230,7 @@ def _read_part(path: Path, number: int) -> GgufFile:
 
 def _read_tensor(cursor: _Cursor) -> Tensor:
     name = cursor.string()
-    dimensions = cursor.scalar("I")
-    if dimensions > 8:
+    if (dimensions := cursor.scalar("I")) > 8:
         raise ValueError(f"a tensor with {dimensions} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(dimensions))
     elements = math.prod(shape)
@@ -257,8 +255,7 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        length = self.scalar("Q")
-        if length > MAX_STRING:
+        if (length := self.scalar("Q")) > MAX_STRING:
             raise ValueError(f"a string of {length} bytes")
         return self._bytes(length).decode("utf-8", "replace")
 

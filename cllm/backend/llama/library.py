@@ -115,8 +115,7 @@ class Api(SimpleNamespace):
         """Load the backend for this CPU, unless it is a part of the library. Raises LibraryError."""
         if not self.ggml_backend_reg_by_name(b"CPU"):
             self.ggml_backend_load_all_from_path(str(directory).encode())
-        registry = self.ggml_backend_reg_by_name(b"CPU")
-        if not registry:
+        if not (registry := self.ggml_backend_reg_by_name(b"CPU")):
             raise LibraryError(f"the native library in {directory} has none for this CPU: use `cllm build`")
         for name, signature in DECLARED.cpu.items():
             address = self.ggml_backend_reg_get_proc_address(registry, name.encode())
@@ -179,15 +178,13 @@ def find() -> Path:
         return Path(named)
     if (built := find_built()) is not None:
         return built
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
+    if (spec := importlib.util.find_spec(PACKAGE)) is None or not spec.submodule_search_locations:
         raise LibraryError(
             "no native library for this machine: run `cllm build` (three to four minutes, once), or install "
             "the wheel cllm_native that `make wheel` builds in a clone"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
-    version = read_build_info(folder).get("version")
-    if version != BINDINGS_VERSION:
+    if (version := read_build_info(folder).get("version")) != BINDINGS_VERSION:
         raise LibraryError(
             f"cllm-native {version} is installed, and this cllm needs {BINDINGS_VERSION}: "
             f"install the wheel cllm_native-{BINDINGS_VERSION} that `make wheel` builds, or run `cllm build`"
@@ -207,8 +204,7 @@ def read_build_info(folder: Path) -> dict[str, Any]:
 def may_use_gpu() -> bool:
     """True if a GPU module was built for this library, or it has a GPU backend. Asks no driver."""
     folder = find()
-    has_backend = any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
-    return has_backend or bool(modules_for(folder))
+    return any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES) or bool(modules_for(folder))
 
 
 def find_module(directory: Path) -> Path | None:
@@ -268,16 +264,13 @@ def exit_reason(code: int, stderr: bytes) -> str:
     """The last line that a process with native code wrote, or the signal or code it ended with."""
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
-    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    return last or f"it exited with code {code}"
+    return stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] or f"it exited with code {code}"
 
 
 def _log_line(level: int, text: bytes, _: Any) -> None:
-    line = text.decode("utf-8", "replace").rstrip()
-    if not line:
+    if not (line := text.decode("utf-8", "replace").rstrip()):
         return
-    severity = _LEVELS.get(level, logging.DEBUG)
-    if severity > logging.DEBUG and _ABORTED.search(line):
+    if (severity := _LEVELS.get(level, logging.DEBUG)) > logging.DEBUG and _ABORTED.search(line):
         severity = logging.DEBUG
     log.log(severity, "%s", _FOLDERS.sub("…/", line))
 

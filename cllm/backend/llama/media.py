@@ -86,8 +86,7 @@ class MediaEncoder(Owned):
         params.use_gpu, params.print_timings, params.n_threads = bool(device), False, _SENTINEL
         if device:
             params.device = api.ggml_backend_dev_by_name(device.encode())
-        pointer = api.mtmd_init_from_file(str(mmproj).encode(), model.pointer, params)
-        if not pointer:
+        if not (pointer := api.mtmd_init_from_file(str(mmproj).encode(), model.pointer, params)):
             raise ModelFileError(
                 f"{mmproj.name} cannot be loaded as the multimodal projector of {model.file}; "
                 "CLLM_LOG_LEVEL=debug shows llama.cpp's reasons"
@@ -163,8 +162,7 @@ class MediaEncoder(Owned):
                 bitmaps.callback(api.mtmd_bitmap_free, bitmap)
                 api.mtmd_bitmap_set_id(bitmap, self._digest(part).encode())
                 struct.bitmap = bitmap
-            kind = ctypes.POINTER(api.mtmd_input_part)
-            yield (kind * len(parts))(*map(ctypes.pointer, structs))
+            yield (ctypes.POINTER(api.mtmd_input_part) * len(parts))(*map(ctypes.pointer, structs))
 
     def _make_bitmap(self, part: Picture | Sound) -> Any:
         if isinstance(part, Picture):
@@ -260,8 +258,7 @@ class MediaEncoder(Owned):
 
     def _read_rows(self, batch: Any, chunk: Any) -> Rows:
         count = int(self._api.mtmd_input_chunk_get_n_tokens(chunk))
-        found = self._api.mtmd_batch_get_output_embd(batch, chunk)
-        if not found:
+        if not (found := self._api.mtmd_batch_get_output_embd(batch, chunk)):
             raise EngineError("libmtmd returned no rows of a picture or sound")
         rows = np.array(np.ctypeslib.as_array(found, (count, self._model.media_width)), np.float32)
         if not np.isfinite(rows).all():

@@ -93,8 +93,7 @@ class EmbeddingMemory(NamedTuple):
 
     def check(self) -> None:
         """Raises NotEnoughMemory with the sum."""
-        available = available_memory()
-        if available is not None and sum(self) > available:
+        if (available := available_memory()) is not None and sum(self) > available:
             raise NotEnoughMemory(
                 f"not enough memory for embeddings: KV {mib(self.kv)} + logits {mib(self.logits)} "
                 f"+ attention {mib(self.attention)}, available {mib(available)}; "
@@ -198,8 +197,7 @@ class MemoryFit:
         several = range(2, MAX_PARALLEL + 1)
         if more := bisect(several, True, key=lambda n: not self._fits(n, longest, placement, roomy=True)):
             return several[more - 1], longest
-        share = self._largest_share(2, placement)
-        if share >= min(AGENT_SHARE, longest):
+        if (share := self._largest_share(2, placement)) >= min(AGENT_SHARE, longest):
             return 2, share
         return 1, self._largest_share(1, placement)
 
@@ -428,8 +426,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     config = fit.ready(config)
     target, limit = config.target_itl_ms, config.max_itl_ms
     log.info("inter-token target: %d ms, at most %d where it would cost over 3 %% of speed", target, limit)
-    host = available_memory()
-    if host is None or fit.total <= host:
+    if (host := available_memory()) is None or fit.total <= host:
         return config
     limit_mb = max(0, host - (fit.total - fit.states)) // _MIB
     log.warning(

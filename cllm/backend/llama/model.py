@@ -28,8 +28,7 @@ def _byte_level() -> list[tuple[int, bytes]]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     characters = {byte: 256 + index for index, byte in enumerate(others)}
-    used = (*range(0xC0), *range(0xC2, 0xF5))
-    return [(byte, chr(characters.get(byte, byte)).encode()) for byte in used]
+    return [(byte, chr(characters.get(byte, byte)).encode()) for byte in (*range(0xC0), *range(0xC2, 0xF5))]
 
 
 _BYTE_LEVEL = _byte_level()
@@ -159,8 +158,7 @@ class LlamaModel(Owned):
         own_pooling = POOLING_TYPES[int(own)] if own in ("1", "2", "3", "4") else Pooling.MEAN
         self._senses = GgufFile(Path(config.mmproj)).metadata if config.mmproj else {}
         self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
-        ranks = self.pooling is Pooling.RANK
-        length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
+        length = api.llama_model_n_cls_out if self.pooling is Pooling.RANK else api.llama_model_n_embd_out
         self.vector_length = int(length(pointer))
 
     def close(self) -> None:
@@ -307,8 +305,7 @@ class LlamaVocabulary:
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """The model's own rerank template, else its control tokens around query and document."""
         api, pointer, tokenize = self._api, self.pointer, partial(self.tokenize, add_special=False)
-        template = api.llama_model_chat_template(self._model.pointer, b"rerank")
-        if template:
+        if template := api.llama_model_chat_template(self._model.pointer, b"rerank"):
             texts = {"{query}": query, "{document}": document}
             pieces = re.split(r"(\{query\}|\{document\})", template.decode("utf-8", "replace"))
             if not any(control in text for text in texts.values() for control in self.special_texts):

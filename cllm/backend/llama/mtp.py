@@ -184,8 +184,7 @@ class MtpContext(LlamaContext):
             self._compute([self._slots[seq_id].take(seq_id, share) for seq_id in sorted(waiting)])
 
     def _compute(self, rows: Sequence[Row]) -> bool:
-        code = self.decode(rows)
-        if code == 1:  # cells that the model has freed since
+        if (code := self.decode(rows)) == 1:  # cells that the model has freed since
             for seq_id in range(len(self._slots)):
                 self._follow(seq_id)
             code = self.decode(rows)

@@ -269,8 +269,7 @@ def _read_devices() -> Iterator[Device]:
     api = load(gpu=True).api
     for index in range(api.ggml_backend_dev_count()):
         device = api.ggml_backend_dev_get(index)
-        kind = api.ggml_backend_dev_type(device)
-        if kind in (_GPU, _INTEGRATED_GPU):
+        if (kind := api.ggml_backend_dev_type(device)) in (_GPU, _INTEGRATED_GPU):
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             api.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             reads = api.ggml_backend_dev_name, api.ggml_backend_dev_description

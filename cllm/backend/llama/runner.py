@@ -265,8 +265,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             size = self.vocabulary.size
             pointer = build_chain(self.api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self.api.llama_sampler_free, self.deferred_frees)
-        excluded = self._ends if params.ignore_eos else NO_TOKENS
-        return LlamaSampler(self.api, params, chain, excluded, context)
+        return LlamaSampler(self.api, params, chain, self._ends if params.ignore_eos else NO_TOKENS, context)
 
     def memory_bytes(self) -> dict[str, int]:
         return {
@@ -321,8 +320,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
 
     def restore(self, seq_id: int, state: KVState, flags: int = WHOLE) -> bool:
         own, of_head = self._head.split(state) if self._head is not None else (state, b"")
-        restored = super().restore(seq_id, own, flags)
-        if restored and self._head is not None:
+        if (restored := super().restore(seq_id, own, flags)) and self._head is not None:
             self._head.load(seq_id, of_head, whole=flags == WHOLE)
         return restored
 

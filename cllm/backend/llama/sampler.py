@@ -97,8 +97,7 @@ class LlamaSampler:
         adjusted = None
         if self._recent is not None:
             adjusted = np.unique(np.array([*self._recent, *self._biased], np.int32))
-        token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)
-        if token >= 0:
+        if (token := candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)) >= 0:
             self._accept(token)
         return token
 
@@ -254,8 +253,7 @@ class BatchSampler:
             if sampler.chain is not None or sampler.excluded is not excluded:
                 break
         else:
-            tokens = self.scan.likeliest(logits, excluded)
-            return tuple([RowResult((token,)) for token in tokens])
+            return tuple([RowResult((token,)) for token in self.scan.likeliest(logits, excluded)])
         if any(row.scored for row in rows):
             return self._sample_scored(rows, logits)
         work = _make_work(rows, logits)
@@ -281,8 +279,7 @@ class BatchSampler:
         outputs: list[int] = []
         first = 0
         for row in rows:
-            lines = logits[first : first + len(row.scored)]
-            pairs = zip(lines, row.scored, strict=True)
+            pairs = zip(logits[first : first + len(row.scored)], row.scored, strict=True)
             scores.append(tuple(log_probabilities(line, token, row.scored_top) for line, token in pairs))
             first += len(row.scored)
             outputs += range(first, first + row.outputs)
@@ -333,8 +330,7 @@ class BatchSampler:
         """Rows one by one, on several threads where that pays."""
         threads = min(len(self._candidates), len(work))
         expected_s = sum(one.sampler.seconds * one.row.outputs for one in work)
-        total = sum(one.logits.size for one in work)
-        pays = expected_s > MIN_THREADED_S or total > MIN_THREADED_LOGITS
+        pays = expected_s > MIN_THREADED_S or sum(one.logits.size for one in work) > MIN_THREADED_LOGITS
         if self._pool is None or threads == 1 or not pays:
             return [_verify(one, _draw(one, self._candidates[0])) for one in work]
 

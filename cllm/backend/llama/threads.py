@@ -156,8 +156,7 @@ class Workers:
         if self._attached.get(context) == self.threads:
             return
         api = self._library.api
-        pool = self._pools.get(self.threads)
-        if pool is None:
+        if (pool := self._pools.get(self.threads)) is None:
             params = api.ggml_threadpool_params()
             api.ggml_threadpool_params_init(params, self.threads)
             params.poll = self._poll

@@ -172,8 +172,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._settle()
         if (known := self._loading.get(entry) or self._loaded.get(entry)) is not None:
             return known
-        reading = sum(other.size for other in self._loading)
-        if self._loading and reading + entry.size > MAX_IN_FLIGHT:
+        if self._loading and sum(other.size for other in self._loading) + entry.size > MAX_IN_FLIGHT:
             return None
         self.touch(entry)
         self._loading[entry] = self._submit(partial(self._read, entry))
@@ -329,8 +328,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._settle()
         if not self.limit or self.scanning is not None:
             return None
-        wait_s = max(QUIET_S - idle_s, self._retry_at - time.monotonic())
-        if wait_s > 0:
+        if (wait_s := max(QUIET_S - idle_s, self._retry_at - time.monotonic())) > 0:
             return wait_s
         if self._write is None:
             later_s = self._save_one(candidates, idle_s)
@@ -348,8 +346,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         """
         later_s = []
         for candidate in self._choose(candidates):
-            quiet_s = candidate.save_s / MAX_SAVE_SHARE
-            if quiet_s > idle_s:
+            if (quiet_s := candidate.save_s / MAX_SAVE_SHARE) > idle_s:
                 later_s.append(quiet_s - idle_s)
             elif (entry := candidate.save()) is not None:
                 self.put(entry)

@@ -199,8 +199,7 @@ class CacheFolder:
             ) from None
         finally:
             remove(temporary)
-        used_at = time.time()
-        files.append(_File(bool(slot), used_at, size, path))
+        files.append(_File(bool(slot), time.time(), size, path))
         yield Contents(files, [] if slot else [DiskEntry(entry, path, size)])
 
     def clear(self) -> None:

@@ -67,8 +67,7 @@ class DiskLoader:
         best = max(found, key=self._gain_s, default=None)
         if best is None or self._gain_s(best) <= gain_s:
             return
-        load = disk.load(best.value)
-        if load is not None:
+        if (load := disk.load(best.value)) is not None:
             sequence.loading = Loading(load, sequence.load_by, best)
         elif (turn := disk.next_load) is not None:
             sequence.loading = Loading(turn, sequence.load_by)

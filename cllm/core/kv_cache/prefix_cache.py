@@ -88,8 +88,7 @@ class PrefixCache:
             return None
         running = tuple(running)
         self.loader.take(sequence)
-        best = self._find_now(sequence, running)
-        if best is None or best.ready:
+        if (best := self._find_now(sequence, running)) is None or best.ready:
             known, gain_s = (best.length, self._gain_s(best, sequence)) if best is not None else (0, 0.0)
             self.loader.look(sequence, self._key(sequence), known, gain_s, self.layout.room(running))
         return best
@@ -131,8 +130,7 @@ class PrefixCache:
         common = prompt.floor(sequence.shared_with(other), spans)
         if self._cuttable:
             return PrefixMatch(common, other)
-        planned = [length for length in other.stops if length <= common]
-        if planned:
+        if planned := [length for length in other.stops if length <= common]:
             return PrefixMatch(planned[-1], other)
         cut = prefix_index.longest_cut(common, other.num_computed, other.checkpoints, self._min_length(other))
         return PrefixMatch(cut.length, other, cut.checkpoint)
@@ -344,21 +342,18 @@ class PrefixCache:
         return slots + sum(count_bytes(sequence.checkpoints) for sequence in self._running.values())
 
     def _content_of(self, sequence: Sequence) -> SlotContent:
-        min_length = 0 if self._cuttable else self._min_length(sequence)
         tokens = sequence.keyed[: sequence.num_computed]
         spans = tuple(span for span in sequence.request.prompt.spans if span.begin < len(tokens))
-        held = (tuple(sequence.checkpoints), min_length, spans)
+        held = (tuple(sequence.checkpoints), 0 if self._cuttable else self._min_length(sequence), spans)
         return SlotContent(sequence.seq_id, self._key(sequence), tokens, sequence.segments, *held)
 
     def _min_length(self, sequence: Sequence) -> int:
         """The runner's, in items: those of a picture may share a position."""
-        shared = sequence.num_computed - sequence.next_position
-        return self._runner.min_length(sequence.seq_id) + shared
+        return self._runner.min_length(sequence.seq_id) + sequence.num_computed - sequence.next_position
 
     def read_slot(self, seq_id: int) -> Entry:
         """What a free slot holds, as an entry that is in no tier. Raises InvalidRequest or StorageFailed."""
-        content = self.device.by_slot.get(seq_id)
-        if content is None:
+        if (content := self.device.by_slot.get(seq_id)) is None:
             message = "id_slot: this slot computes or holds nothing; `cached` of /debug/kv has those that do"
             raise InvalidRequest(message, "id_slot")
         fits = self._transfer.state_bytes(len(content.tokens)) <= self.host.limit
@@ -368,8 +363,7 @@ class PrefixCache:
 
     def erase(self, seq_id: int) -> SlotContent | None:
         """Forget what a free slot holds, in RAM too, and return it."""
-        content = self.device.by_slot.get(seq_id)
-        if content is not None:
+        if (content := self.device.by_slot.get(seq_id)) is not None:
             for entry in self.host.covered(content):
                 self.host.drop(entry)
             self.device.clear(content)

@@ -191,8 +191,7 @@ class _Node(Generic[Value]):
         """What is stored here and below, except below one child; lazily, the newest first."""
         left: list[Iterator[_Node[Value]]] = [iter((self,))]
         while left:
-            node = next(left[-1], None)
-            if node is None:
+            if (node := next(left[-1], None)) is None:
                 left.pop()
             elif node is not without:
                 if node.value is not None:
@@ -217,8 +216,7 @@ class RadixIndex(Generic[Value]):
         key = _pack(tokens)
         node, depth = self._root, 0
         while depth < len(key):
-            child = node.children.get(key[depth : depth + TOKEN_BYTES])
-            if child is None:
+            if (child := node.children.get(key[depth : depth + TOKEN_BYTES])) is None:
                 child = _Node(key[depth:])
                 node.children[child.edge[:TOKEN_BYTES]] = child
             elif (shared := _shared(child.edge, key, depth)) < len(child.edge):
@@ -246,8 +244,7 @@ class RadixIndex(Generic[Value]):
         found: list[Match[Value]] = []
         below: _Node[Value] | None = None
         for shared, node in reversed(self._walk(tokens)):
-            length = shared // TOKEN_BYTES
-            if length < min_length:
+            if (length := shared // TOKEN_BYTES) < min_length:
                 break
             values = node.values(without=below)  # what goes on with other tokens ends its match here
             found.extend(Match(length, value) for value in islice(values, MAX_MATCHES - len(found)))

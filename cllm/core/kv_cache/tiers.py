@@ -64,8 +64,7 @@ class HostKVCache(PrefixTier[Entry]):
         self.cached_limit = cached_limit
         self.swap_limit = swap_limit
         self.limit = max(cached_limit, swap_limit)
-        self.cached_bytes = 0
-        self.swapped_bytes = 0
+        self.cached_bytes = self.swapped_bytes = 0
         self.count_checkpoints: Callable[[], int] = int  # bytes that sequences and slots hold; at first 0
         self.evictions = 0
 

@@ -116,8 +116,7 @@ class KVTransfer:
     def save(self, seq_id: int) -> KVState | None:
         """As `ModelRunner.save`."""
         started = time.perf_counter()
-        state = self.runner.save(seq_id)
-        if state is not None:
+        if (state := self.runner.save(seq_id)) is not None:
             self._observe(len(state), time.perf_counter() - started, restore=False)
         return state
 
@@ -131,8 +130,7 @@ class KVTransfer:
     def restore(self, seq_id: int, state: KVState) -> bool:
         """As `ModelRunner.restore`."""
         started = time.perf_counter()
-        restored = self.runner.restore(seq_id, state)
-        if restored:
+        if restored := self.runner.restore(seq_id, state):
             self._observe(len(state), time.perf_counter() - started, restore=True)
         return restored
 
@@ -201,8 +199,7 @@ class KVTransfer:
             return None
         self._last_state = (length, len(state))
         # Of a sliding window, the state has only what the next token looks back on.
-        cuttable = self.cuttable or length <= self.runner.info.sliding_window
-        min_length = 0 if cuttable else length
+        min_length = 0 if self.cuttable or length <= self.runner.info.sliding_window else length
         held = (content.checkpoints, min_length, content.spans)
         entry = Entry(content.tenant, content.tokens, state, *held)
         entry.used = content.used
@@ -210,8 +207,7 @@ class KVTransfer:
 
     def save_entry(self, content: SlotContent) -> Entry | None:
         """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""
-        entry = self.read_entry(content)
-        if entry is not None and self.host.could_hold(entry.size):
+        if (entry := self.read_entry(content)) is not None and self.host.could_hold(entry.size):
             for other in self.host.covered(entry) if self.cuttable else ():
                 self.host.drop(other)
             self.host.put(entry)

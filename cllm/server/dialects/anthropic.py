@@ -403,8 +403,7 @@ class MessageRenderer(BlockRenderer):
 
     @property
     def _stop_reason(self) -> str | None:
-        reason = self._reply.finish_reason
-        if reason is None:
+        if (reason := self._reply.finish_reason) is None:
             return None
         if reason is not FinishReason.STOP:
             return "max_tokens"
@@ -413,8 +412,7 @@ class MessageRenderer(BlockRenderer):
         return "tool_use" if self._reply.tool_calls else "end_turn"
 
     def _usage(self) -> MessageUsage:
-        usage = self._reply.usage
-        if usage is None:
+        if (usage := self._reply.usage) is None:
             return MessageUsage(self._prompt_tokens, 0)
         cached = usage.cached_tokens
         return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)

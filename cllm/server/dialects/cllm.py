@@ -161,8 +161,7 @@ async def generate(body: GenerateBody, http: HttpRequest) -> GenerateResponse | 
     engine = await use_engine(http, body.model, timeout_s=body.timeout)
     started = time.perf_counter()
     request = await _make_request(engine, body, http)
-    stream = engine.submit(request, AsyncOutputStream)
-    collected = await collect(engine, [stream], http)
+    collected = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     outputs, seconds = collected[0], time.perf_counter() - started
     last = outputs[-1]
     assert last.usage is not None and last.finish_reason is not None

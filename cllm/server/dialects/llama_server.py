@@ -95,8 +95,7 @@ class LineLimits:
 
     def _by_indent(self, text: str) -> str:
         first, *lines = text.split("\n")
-        begun = self._line
-        if begun is not None:
+        if (begun := self._line) is not None:
             first = begun + first
         position = -len(begun or "")
         for index, line in enumerate((first, *lines)):
@@ -271,8 +270,7 @@ async def add_progress(
                 leases = (await asyncio.wrap_future(engine.inspect())).leases
                 processed = sum(each.position for each in leases if each.request_id == stream.request_id)
             elapsed_ms = 1000 * (time.perf_counter() - stream.started)
-            progress = PromptProgress(total, 0, min(total, processed), elapsed_ms)
-            yield encode(make(prompt_progress=progress))
+            yield encode(make(prompt_progress=PromptProgress(total, 0, min(total, processed), elapsed_ms)))
     except BaseException:
         first.cancel()
         raise
@@ -392,8 +390,7 @@ async def tokenizer_info(http: HttpRequest) -> dict[str, str | None]:
 async def detokenize(body: shapes.LlamaDetokenizeBody, http: HttpRequest) -> shapes.LlamaContent:
     """Convert token ids to text."""
     engine = await submit.use_engine(http, body.model)
-    tokens = submit.check_tokens(engine, body.tokens, "tokens")
-    return shapes.LlamaContent(await spell(engine, tokens))
+    return shapes.LlamaContent(await spell(engine, submit.check_tokens(engine, body.tokens, "tokens")))
 
 
 @llama_server.post("/apply-template", shapes.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
@@ -504,16 +501,14 @@ async def slots(http: HttpRequest) -> list[shapes.LlamaSlot]:
 @llama_server.post("/slots/{id_slot}", shown=False)
 async def use_slot(id_slot: str, body: shapes.SlotBody, http: HttpRequest) -> dict[str, Any]:
     """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
-    action = http.query_params.get("action")
-    if action not in get_args(SlotAction):
+    if (action := http.query_params.get("action")) not in get_args(SlotAction):
         raise InvalidRequest("action: it must be save, restore or erase", "action")
     engine = await submit.use_engine(http, body.model)
     slot = int(id_slot) if id_slot.isascii() and id_slot.isdigit() else -1
     if not 0 <= slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")
     if action != "erase" and not is_name(body.filename):
-        message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
-        raise InvalidRequest(message, "filename")
+        raise InvalidRequest("filename: up to 64 letters, digits, '.', '-' and '_', not a path", "filename")
     started = time.perf_counter()
     done = await asyncio.wrap_future(engine.use_slot(cast(SlotAction, action), slot, body.filename))
     if action == "erase":

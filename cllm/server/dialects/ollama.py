@@ -98,8 +98,7 @@ class OllamaRenderer:
         )
 
     def _render(self, change: BlockEvent) -> shapes.AnswerPart | None:
-        kind = change.block.kind
-        if kind is BlockKind.TOOL_CALL:
+        if (kind := change.block.kind) is BlockKind.TOOL_CALL:
             return self.make(calls=[change.block]) if isinstance(change, BlockEnd) else None
         if not isinstance(change, BlockDelta) or not change.text:
             return None
@@ -195,10 +194,9 @@ async def version() -> shapes.VersionResponse:
 @ollama.get("/api/tags")
 async def tags(http: HttpRequest) -> shapes.ModelsAnswer:
     """List the models."""
-    served = get_registry(http).served
     entries = [
         shapes.make_entry(model.info, model.created, name)
-        for model in served
+        for model in get_registry(http).served
         if model.info is not None
         for name in ("", *(f"{model.info.name}:{adapter}" for adapter in model.adapters))
     ]

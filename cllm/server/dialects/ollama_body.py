@@ -448,12 +448,11 @@ def make_entry(info: ModelInfo, created: int, name: str = "") -> dict[str, Any]:
 
 def make_running(info: ModelInfo, created: int, status: ModelStatus) -> RunningModel:
     """A loaded model, with the time when it is unloaded."""
-    expires = status.expires_at or (datetime.now(UTC) + NEVER).timestamp()
     gpus = sum(size for device, size in status.memory_bytes.items() if device != "host")
     memory = sum(status.memory_bytes.values())  # in a cluster it is not known
     return RunningModel(
         **{**make_entry(info, created), "size": memory or info.size_bytes},
-        expires_at=format_time(expires),
+        expires_at=format_time(status.expires_at or (datetime.now(UTC) + NEVER).timestamp()),
         size_vram=gpus,
         context_length=status.context,
     )

@@ -187,8 +187,7 @@ async def health(http: HttpRequest) -> Response:
 @operation.get("/ready", HealthResponse("ready"))
 async def ready(http: HttpRequest) -> HealthResponse | Response:
     """Ready: 200 when a request sent now would be computed."""
-    health = get_health(http)
-    if health in (Health.READY, Health.SLEEPING):
+    if (health := get_health(http)) in (Health.READY, Health.SLEEPING):
         return HealthResponse(health.value)
     engine = find_model(http).engine
     error = engine.error if engine is not None else None

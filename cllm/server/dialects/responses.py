@@ -207,8 +207,7 @@ class ResponseRenderer(BlockRenderer):
         self.first = self._sent = (attempt - 1) * ATTEMPT_EVENTS
 
     def start(self) -> list[StreamEvent]:
-        kinds = ("created", self._status)
-        return [self._event(f"response.{kind}", response=self.body()) for kind in kinds]
+        return [self._event(f"response.{kind}", response=self.body()) for kind in ("created", self._status)]
 
     def render(self, changes: Sequence[BlockEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered: list[StreamEvent] = []

@@ -270,8 +270,7 @@ class ResponsesBody(bodies.OpenAIFields, frozen=True, kw_only=True):
     @property
     def top(self) -> int | None:
         """Number of most likely tokens that are returned. None returns no log-probabilities."""
-        wanted = LOGPROBS in self.include or self.top_logprobs
-        return (self.top_logprobs or 0) if wanted else None
+        return (self.top_logprobs or 0) if LOGPROBS in self.include or self.top_logprobs else None
 
     @property
     def text_format(self) -> TextFormat:

@@ -150,8 +150,7 @@ async def _receive_file(http: HttpRequest, store: JobStore, tenant: str) -> File
             filename=(file.filename or "file")[:256],
             purpose=purpose,
         )
-        stored = StoredObject(new.id, tenant, now, expires, record=_encode(new))
-        await store.add_file(stored, file.file, size)
+        await store.add_file(StoredObject(new.id, tenant, now, expires, record=_encode(new)), file.file, size)
     return new
 
 
@@ -162,8 +161,7 @@ async def list_files(http: HttpRequest) -> FileList:
     (limit, after, oldest), purpose = read_page(http, MAX_LISTED), http.query_params.get("purpose")
     more: Any = {"oldest": oldest, "purpose": purpose}
     found = await store.run(JobDatabase.list_objects, "file", tenant, limit + 1, after, **more)
-    data = [_decode_file(each.record) for each in found[:limit]]
-    return FileList.make(data, more=len(found) > limit)
+    return FileList.make([_decode_file(each.record) for each in found[:limit]], more=len(found) > limit)
 
 
 @openai.get("/v1/files/{file_id}")
@@ -258,8 +256,7 @@ async def list_batches(http: HttpRequest) -> BatchList:
     store, tenant = get_jobs(http)
     limit, after, oldest = read_page(http, 20)
     found = await store.run(JobDatabase.list_objects, "batch", tenant, limit + 1, after, oldest=oldest)
-    data = [await _describe(store, each) for each in found[:limit]]
-    return BatchList.make(data, more=len(found) > limit)
+    return BatchList.make([await _describe(store, each) for each in found[:limit]], more=len(found) > limit)
 
 
 @openai.get("/v1/batches/{batch_id}")

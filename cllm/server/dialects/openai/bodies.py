@@ -120,8 +120,7 @@ class OpenAIBody(OpenAIFields, frozen=True, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
 
     def form_schema(self) -> dict[str, Any] | None:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        if (wanted := self.response_format) is None or wanted.type == "text":
             return None
         return wanted.json_schema.schema if wanted.json_schema else wanted.schema or {"type": "object"}
 

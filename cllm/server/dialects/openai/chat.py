@@ -218,8 +218,7 @@ class ChatCompletionRenderer:
             timings: Timings | UnsetType = UNSET
             if timed or (len(usages) == n and not include_usage):
                 timings = get_timings(session.streams[index], session.prompt_tokens, output.usage)
-            called = bool(session.replies[index].tool_calls)
-            if chunks := self._encode_step(step, timings, called=called):
+            if chunks := self._encode_step(step, timings, called=bool(session.replies[index].tool_calls)):
                 yield chunks
         if include_usage:
             timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
@@ -333,8 +332,7 @@ async def transcribe(http: HttpRequest) -> Transcription | Response:
     )
     parts = [{"type": "input_audio", "input_audio": {"data": data}}, {"type": "text", "text": question}]
     asked = {"model": given.get("model"), "messages": [{"role": "user", "content": parts}]}
-    body = ChatBody.parse({**asked, "temperature": float(heat)})
-    answer = await chat(body, http)
+    answer = await chat(ChatBody.parse({**asked, "temperature": float(heat)}), http)
     assert isinstance(answer, ChatCompletion), "it is not streamed"
     text = answer.choices[0].message.content or ""
     return Transcription(text) if shape == "json" else PlainTextResponse(text)

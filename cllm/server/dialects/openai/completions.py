@@ -285,8 +285,7 @@ async def _events(
         yield encode(chunk)
     if body.include_usage:
         timings = get_timings(streams[0], len(prompts[0]), usages[0])
-        usage = make_usage(usages, sum(map(len, prompts)))
-        yield encode(_replace(head, usage=usage, timings=timings))
+        yield encode(_replace(head, usage=make_usage(usages, sum(map(len, prompts))), timings=timings))
     yield DONE
 
 

@@ -283,8 +283,7 @@ async def embed(
 ) -> tuple[Sequence[bytes], EmbeddingUsage]:
     """The embeddings of inputs in their order."""
     if name := http.scope["state"].get("adapter"):
-        message = f"model: embeddings are computed without adapters: leave out ':{name}'"
-        raise InvalidRequest(message, "model")
+        raise InvalidRequest(f"model: embeddings are computed without adapters: leave out ':{name}'", "model")
     tenant, priority = http.scope["state"]["tenant"].name, http.scope["state"].get("priority", 0)
     request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant, priority=priority)
     ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
