@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from operator import attrgetter
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
@@ -46,8 +47,9 @@ Input = tuple[EmbeddingJob, int]  # one input of a job, by its index
 class EmbeddingScheduler(StepGroup[EmbeddingJob]):
     """Owns every request for embeddings from arrival to its one terminal output. Runs on the owner thread.
 
-    A batch takes one input of each request in turn, so that a short one does not wait for a long one. One
-    input at a time may be longer than a step: it is computed in chunks.
+    A batch takes inputs of the tenant first that has had least, and of the request whose next one is the
+    shortest; but every second batch begins with the request that has waited longest. One input at a time may
+    be longer than a step: it is computed in chunks, and the others wait.
     """
 
     streams = False
@@ -68,6 +70,7 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
         self._scheduled: dict[int, Input] = {}  # of the last batch, by row id
         self._long: Input | None = None
         self._long_computed = 0  # tokens of the long input
+        self._by_length = False  # the last batch began with the shortest input
         self.outputs: list[RequestOutput] = []  # not yet reported
 
     # What comes in ---------------------------------------------------------------------------------
@@ -119,27 +122,37 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
 
     def _pick(self, room: int) -> list[Input]:
         """Inputs that fit together, at least one; they are no longer to do."""
+        self._by_length = not self._by_length
         picked: list[Input] = []
         taken = 0
-        found = True
-        while found:
-            found = False
-            for job in self.live.values():
-                if not job.todo or len(picked) == self._limits.rows:
-                    continue
+        jobs = sorted(filter(attrgetter("todo"), self.live.values()), key=self._get_turn)
+        first = jobs[0].id
+        while jobs:  # those of which another one may fit
+            for job in tuple(jobs):
                 size = len(job.inputs[job.todo[0]])
-                if not picked or taken + size <= room:
+                fits = not picked or (taken + size <= room and len(picked) < self._limits.rows)
+                if fits:
                     picked.append((job, job.todo.popleft()))
                     taken += size
-                    found = True
-        first = next(iter(self.live))  # the one whose turn it was
-        self.live[first] = self.live.pop(first)  # another request is first next time
+                if not (fits and job.todo):
+                    jobs.remove(job)
+        self.live[first] = self.live.pop(first)  # it has waited least now
         return picked
+
+    def _get_turn(self, job: EmbeddingJob) -> tuple[float, int]:
+        ahead_s = self.budget.shares.get_ahead_s(job.request.tenant)
+        return ahead_s, len(job.inputs[job.todo[0]]) if self._by_length else 0
 
     def update(self, batch: Batch, result: StepResult) -> None:
         match result.status:
             case StepStatus.DONE:
                 self.budget.cost.observe(batch, result)
+                token_s = result.compute_s / batch.token_count
+                spent = [(job.request.tenant, 0.0) for job in self.live.values()]  # those that wait, too
+                for row in batch.rows:
+                    tenant = self._scheduled[row.seq_id][0].request.tenant
+                    spent.append((tenant, token_s * len(row.tokens)))
+                self.budget.shares.charge(spent)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:

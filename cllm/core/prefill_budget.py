@@ -96,16 +96,18 @@ class TenantShares:
         """Whether any tenant is ahead."""
         return bool(self._ahead_s)
 
+    def get_ahead_s(self, tenant: str) -> float:
+        return self._ahead_s.get(tenant, 0.0)
+
     def may_prefill(self, prompt: Sequence, running: Iterable[Sequence]) -> bool:
         tenant = prompt.request.tenant
-        ahead = self._ahead_s.get(tenant, 0.0) > self._credit_s
+        ahead = self.get_ahead_s(tenant) > self._credit_s
         return not ahead or all(each.request.tenant == tenant for each in running)
 
-    def charge(self, spent: Iterable[tuple[Sequence, float]]) -> None:
-        """A step takes these seconds for each of its sequences; a tenant that waits meanwhile falls back."""
+    def charge(self, spent: Iterable[tuple[str, float]]) -> None:
+        """A step takes these seconds for requests of tenants; one that waits meanwhile falls back."""
         total, step_s = dict(self._ahead_s), 0.0
-        for sequence, seconds in spent:
-            tenant = sequence.request.tenant
+        for tenant, seconds in spent:
             total[tenant] = total.get(tenant, 0.0) + seconds
             step_s += seconds
         even_s = step_s / max(1, len(total))
@@ -155,7 +157,7 @@ class PrefillBudget:
         self.cost = cost
         self._turn = 0
         self._sampling_credit_s = 0.0
-        self._shares = TenantShares(self.CREDIT * target_s)
+        self.shares = TenantShares(self.CREDIT * target_s)
 
     @property
     def max_step_s(self) -> float:
@@ -188,14 +190,14 @@ class PrefillBudget:
             return {sequences[0].id: sequences[0].computable}
         if all(sequence.pending == 1 for sequence in sequences):
             decoding = self._defer(sequences)
-            if self._shares:
+            if self.shares:
                 self._charge(sequences, decoding)
             return {sequence.id: 1 for sequence in decoding}
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         rows = [sequence for sequence in sequences if sequence not in prompts]
-        prompts = [prompt for prompt in prompts if self._shares.may_prefill(prompt, sequences)]
+        prompts = [prompt for prompt in prompts if self.shares.may_prefill(prompt, sequences)]
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
@@ -238,14 +240,14 @@ class PrefillBudget:
             tenant = each.request.tenant
             if each in rows:
                 row_s = step.row + step.attended * each.num_computed + each.sample_s
-                spent.append((each, row_s + (slot_s if tenant in crowded else pass_s)))
+                spent.append((tenant, row_s + (slot_s if tenant in crowded else pass_s)))
             elif crowded - {tenant}:
-                spent.append((each, slot_s))
+                spent.append((tenant, slot_s))
         for prompt, part in chunks:
             pairs = attended_pairs(part, prompt.num_computed, part)
             scored = part if prompt.unscored else 0
-            spent.append((prompt, step.seconds(StepShape(1, part, 0, *pairs, scored))))
-        self._shares.charge(spent)
+            spent.append((prompt.request.tenant, step.seconds(StepShape(1, part, 0, *pairs, scored))))
+        self.shares.charge(spent)
 
     def _at_once(self, sequence: Sequence, rows: int, context: int) -> bool:
         """Several tokens are pending, and as many as there is room for are computed together.

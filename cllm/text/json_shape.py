@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, check
 # What each byte of a JSON text opens or closes.
 _BRACKETS = np.zeros(256, np.int8)
 _BRACKETS[[ord("["), ord("{")]], _BRACKETS[[ord("]"), ord("}")]] = 1, -1
+PART = 1 << 18  # bytes
+_SLASHES = re.compile(rb"\\*")
 
 
 class Shape(NamedTuple):
@@ -22,25 +25,33 @@ class Shape(NamedTuple):
 
 
 def measure(data: bytes) -> Shape:
-    """Count the values, the objects and lists, and the levels of a JSON text. Linear, whatever it is.
+    """Count the values, the objects and lists, and the levels of a JSON text, until one is beyond its limit.
 
-    What is in strings counts only where that is too much. A text that is no JSON is counted as far as a
-    decoder gets.
+    Part by part, since each native call holds the interpreter's lock. What is in strings counts only where
+    that is too much. A text that is no JSON is counted as far as a decoder gets.
     """
     containers = data.count(b"[") + data.count(b"{")  # a picture is a long string, and quickly searched
     values = data.count(b",") + containers + 1
     if values <= MAX_VALUES and containers <= min(MAX_DEPTH, MAX_CONTAINERS):
         return Shape(values, containers, containers)
-    if b"\\" in data:  # a quote that is escaped ends no string
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    text = np.frombuffer(data, np.uint8)
-    text = text[~np.logical_xor.accumulate(text == ord('"'))]
-    brackets = _BRACKETS[text]
-    containers, commas = int(np.count_nonzero(brackets > 0)), int(np.count_nonzero(text == ord(",")))
-    if containers <= MAX_DEPTH:
-        return Shape(commas + containers + 1, containers, containers)
-    levels = np.cumsum(brackets[brackets != 0], dtype=np.int32)
-    return Shape(commas + containers + 1, containers, int(levels.max()))
+    values, containers, level, depth, quoted, end = 1, 0, 0, 0, False, 0
+    while end < len(data) and values <= MAX_VALUES and containers <= MAX_CONTAINERS and depth <= MAX_DEPTH:
+        begin, end = end, end + PART
+        if data[end - 1 : end] == b"\\":  # with what it escapes
+            end = _SLASHES.match(data, end).end() + 1  # type: ignore[union-attr]
+        part = data[begin:end]
+        if b"\\" in part:  # a quote that is escaped ends no string
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        text = np.frombuffer(part, np.uint8)
+        inside = np.logical_xor.accumulate(text == ord('"')) ^ quoted
+        quoted = bool(inside[-1]) if len(inside) else quoted
+        brackets = _BRACKETS[text := text[~inside]]
+        levels = level + np.cumsum(brackets[brackets != 0], dtype=np.int64)
+        depth = max(depth, int(levels.max(initial=level)))
+        level = int(levels[-1]) if len(levels) else level
+        containers += (opened := int(np.count_nonzero(brackets > 0)))
+        values += opened + int(np.count_nonzero(text == ord(",")))
+    return Shape(values, containers, depth)
 
 
 class ShapeSum:

@@ -192,9 +192,9 @@ class StepDriver:
         self.scheduler.add(request)
         return name
 
-    def embed(self, *inputs: Sequence[int]) -> str:
+    def embed(self, *inputs: Sequence[int], tenant: str = "") -> str:
         """Submit inputs to embed, with the next name."""
-        return self.add((), 0, embed=tuple(map(tuple, inputs)))
+        return self.add((), 0, embed=tuple(map(tuple, inputs)), tenant=tenant)
 
     def cancel(self, name: str) -> None:
         self.land()

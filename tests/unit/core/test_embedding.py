@@ -74,6 +74,35 @@ def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
     return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
 
 
+def test_short_requests_do_not_wait_for_all_long_ones() -> None:
+    """With one long input in each turn, a request for two words waited for all that came before."""
+    driver = StepDriver(Spied(batch_tokens=64))
+    long = [driver.embed(*texts(3, 60, seed=seed)) for seed in range(8)]
+    short = driver.embed(*texts(2, 4))
+    for _ in range(3):
+        driver.step()
+    assert driver.outcome(short) is FinishReason.STOP and not any(
+        driver.answers[each].finish_reason for each in long
+    )
+    driver.run()
+    for name in (*long, short):
+        check(driver, name)
+
+
+def test_tenants_share_the_batches_of_embeddings() -> None:
+    driver = StepDriver(Spied(batch_tokens=64))
+    many = [driver.embed(*texts(2, 60, seed=seed), tenant="many") for seed in range(8)]
+    one = driver.embed(*texts(3, 60, seed=9), tenant="one")
+    steps = 0
+    while driver.answers[one].finish_reason is None:
+        driver.step()
+        steps += 1
+    assert steps <= 7, "every other batch is its own"
+    driver.run()
+    for name in (*many, one):
+        check(driver, name)
+
+
 def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
     runner = Spied(batch_tokens=64)
     driver = StepDriver(runner)

@@ -471,8 +471,8 @@ def test_prompts_of_one_tenant_leave_half_of_the_time_to_another(cost: StepCost)
 def test_a_step_without_sequences_is_charged_to_none() -> None:
     budget, (row, other) = known(X86), decoding(0.0, 0.0)
     other.request = msgspec.structs.replace(row.request, tenant="b")
-    budget._shares.charge([(row, 1.0), (other, 9.0)])
-    assert budget._shares and budget.schedule_tokens([], lambda sequence: sequence.pending) == {}
+    budget.shares.charge([(row.request.tenant, 1.0), (other.request.tenant, 9.0)])
+    assert budget.shares and budget.schedule_tokens([], lambda sequence: sequence.pending) == {}
 
 
 @pytest.mark.parametrize("cost", [X86, N1, VNNI, SMALL, AMX, GPU])
@@ -510,13 +510,13 @@ def test_a_tenant_that_was_away_is_no_longer_ahead() -> None:
     shares, (row,) = TenantShares(1.0), decoding(0.0)
     request = Request(id="b", prompt=Prompt((1,) * 400), max_tokens=1, tenant="b")
     prompt = Sequence(request, 8192, 7)
-    shares.charge([(row, 0.5), (prompt, 4.0)])
+    shares.charge([(row.request.tenant, 0.5), (prompt.request.tenant, 4.0)])
     assert not shares.may_prefill(prompt, [row]) and shares.may_prefill(prompt, [prompt])
-    shares.charge([(row, 2.0)])
+    shares.charge([(row.request.tenant, 2.0)])
     assert shares.may_prefill(prompt, [row]) and shares
     for _ in range(9):
-        shares.charge([(row, 2.0)])
-    shares.charge([(row, 0.5), (prompt, 2.0)])
+        shares.charge([(row.request.tenant, 2.0)])
+    shares.charge([(row.request.tenant, 0.5), (prompt.request.tenant, 2.0)])
     assert shares.may_prefill(prompt, [row]), "no more is held against it"
 
 
