@@ -76,11 +76,8 @@ class Pass(NamedTuple):
         return +found
 
 
-MODELS = ("base", *(f"base:{name}" for name in (*NAMES, "alora")))
-
-
-def make_asks(client: Client, count: int, models: Sequence[str] = MODELS) -> list[Ask]:
-    """Prompts that begin alike, each for one of the models."""
+def make_asks(client: Client, count: int) -> list[Ask]:
+    """Prompts that begin alike, each for the base or an adapter."""
     systems = []
     for number in range(SYSTEMS):
         words = random.Random(f"system {number}").randint(*SYSTEM_WORDS)
@@ -88,7 +85,7 @@ def make_asks(client: Client, count: int, models: Sequence[str] = MODELS) -> lis
     asks = []
     for number in range(count):
         draw = random.Random(f"ask {number}")
-        model = draw.choice(models)
+        model = draw.choice(("base", *(f"base:{name}" for name in (*NAMES, "alora"))))
         message = client.tokenize(prose(f"message {draw.randrange(count)}", draw.randint(*MESSAGE_WORDS)))
         opening = INVOCATION if model.endswith("alora") and draw.random() < 0.8 else ()
         asks.append(Ask(model, (*draw.choice(systems), *opening, *message)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -133,8 +133,7 @@ class MtpContext(LlamaContext):
         With `repeats` each of the head's steps has equally many tokens of each slot, the newest ones, however
         many are new: what has been recorded takes half the time, and slots of equal length share a ubatch.
         """
-        for seq_id in newest:
-            self._follow(seq_id)
+        self._follow(newest)
         room = self.limits.batch_tokens
         window = min(length, room // max(1, len(newest)) - 1) if self.repeats else 0
         if sum(max(len(self._slots[each].waiting), window) + 1 for each in newest) > room:
@@ -185,8 +184,7 @@ class MtpContext(LlamaContext):
 
     def _compute(self, rows: Sequence[Row]) -> bool:
         if (code := self.decode(rows)) == 1:  # cells that the model has freed since
-            for seq_id in range(len(self._slots)):
-                self._follow(seq_id)
+            self._follow(range(len(self._slots)))
             code = self.decode(rows)
         for row in rows if code else ():
             self._lose(row.seq_id)
@@ -196,11 +194,13 @@ class MtpContext(LlamaContext):
         self._cut(seq_id, 0).lost = True
         self.gaps += 1
 
-    def _follow(self, seq_id: int) -> None:
-        """The model may have cut the sequence, and drafts may not have been submitted."""
-        slot = self._slots[seq_id]
-        if (length := min(self._target.next_position(seq_id), slot.computed)) < max(slot.held, slot.computed):
-            self._cut(seq_id, length)
+    def _follow(self, ids: Iterable[int]) -> None:
+        """The model may have cut these sequences, and drafts may not have been submitted."""
+        for seq_id in ids:
+            slot = self._slots[seq_id]
+            length = min(self._target.next_position(seq_id), slot.computed)
+            if length < max(slot.held, slot.computed):
+                self._cut(seq_id, length)
 
     def _cut(self, seq_id: int, length: int, row: HiddenRow | None = None) -> _Slot:
         """The model's KV of a slot has this length; `row` is that of its newest token, if known."""
@@ -215,7 +215,7 @@ class MtpContext(LlamaContext):
 
     def dump(self, seq_id: int, *, whole: bool = True) -> bytes:
         """What is to be saved with a sequence's KV; without `whole`, with a checkpoint of it."""
-        self._follow(seq_id)
+        self._follow((seq_id,))
         if whole:
             self._catch_up([seq_id])
         slot = self._slots[seq_id]  # with no rows if that failed
@@ -238,5 +238,6 @@ class MtpContext(LlamaContext):
         if whole and computed:
             slot.computed = slot.held = computed
             slot.rows = [*rows]
+            self._follow(set(range(len(self._slots))) - {seq_id})  # cells that the model has freed since
         if whole and (not size or not self.restore(seq_id, dumped[:size])):
             self._lose(seq_id)
