@@ -59,14 +59,14 @@ class DrainRate:
 class Tenant:
     """One tenant's account. `virtual` is its virtual time: tokens had, divided by weight."""
 
-    LAST = 8  # requests, of which `computed` is an average
+    LAST = 32  # requests, of which `computed` tells
     HOLD_S = 2.0  # a period. What a tenant used of the engine is kept for it to the end of the next
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
         self.virtual = 0.0
         self.tokens = 0  # had in all, prompt and generated
-        self.computed = 1.0  # of its prompts, the part that was not cached, in its last requests
+        self._prompts, self._cached = 1.0, 0.0  # tokens of its last requests, and what was cached of them
         self.waiting = self.running = 0  # requests, in the queues of all engines
         self.drain_rate = DrainRate()
         self.peak = self.last_peak = 0  # maximum in the engine at once: of this period, of the last one
@@ -98,10 +98,16 @@ class Tenant:
         if self.token_bucket is not None and (wait := self.token_bucket.seconds_until(0.0, now)) > 0:
             raise RateLimited(f"{limits.tokens_per_s:g} tokens a second", wait)
 
+    @property
+    def computed(self) -> float:
+        """The part of its prompts that was not cached, by their tokens: one long prompt tells most."""
+        return 1 - self._cached / self._prompts
+
     def learn(self, usage: Usage | None) -> None:
         """A request has ended: what was cached of its prompt was no work."""
         if usage is not None and usage.prompt_tokens and usage.completion_tokens:
-            self.computed += (1 - usage.cached_tokens / usage.prompt_tokens - self.computed) / self.LAST
+            self._prompts += usage.prompt_tokens - self._prompts / self.LAST
+            self._cached += usage.cached_tokens - self._cached / self.LAST
 
     def charge(self, tokens: int, now: float, part: float = 1.0) -> None:
         """Count tokens, prompt or generated, against its limit, and what part was computed for its share."""

@@ -437,6 +437,8 @@ def test_what_is_cached_of_prompts_is_not_charged_for(
         executor.say(msgspec.structs.replace(end, usage=usage))
     charged = [after - before for before, after in pairwise(had)]
     assert charged[0] > charged[9] > charged[-1] == pytest.approx(0.1 * had[0], rel=0.1)
+    tenant.learn(Usage(prompt_tokens=1000, completion_tokens=1))
+    assert tenant.computed > 0.8, "a long prompt that was computed tells more than short ones"
     assert tenant.tokens == 40 * had[0], "its limit is of all tokens"
 
 
