@@ -197,7 +197,11 @@ class PrefillBudget:
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         rows = [sequence for sequence in sequences if sequence not in prompts]
-        prompts = [prompt for prompt in prompts if self.shares.may_prefill(prompt, sequences)]
+        prompts = [  # a long one makes others' prompts wait, too
+            prompt
+            for prompt in prompts
+            if self.shares.may_prefill(prompt, sequences if prompt.computable > TILE else rows)
+        ]
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
