@@ -199,7 +199,8 @@ class CacheFolder:
             ) from None
         finally:
             remove(temporary)
-        files.append(_File(bool(slot), time.time(), size, path))
+        used_at = time.time()
+        files.append(_File(bool(slot), used_at, size, path))
         yield Contents(files, [] if slot else [DiskEntry(entry, path, size)])
 
     def clear(self) -> None:
