@@ -298,7 +298,7 @@ class AsyncLLM:
 
     def _stop(self, *, wake: bool = True) -> None:
         """End the workers, and wait for that."""
-        self._closed = True
+        self._closed |= wake
         if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
             self._engine.stop(wake=wake)
             atexit.unregister(self._stop)
