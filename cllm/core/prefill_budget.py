@@ -100,9 +100,11 @@ class TenantShares:
         return self._ahead_s.get(tenant, 0.0)
 
     def may_prefill(self, prompt: Sequence, running: Iterable[Sequence]) -> bool:
-        tenant = prompt.request.tenant
-        ahead = self.get_ahead_s(tenant) > self._credit_s
-        return not ahead or all(each.request.tenant == tenant for each in running)
+        """Whether it is not ahead of others here: of several that are, one always gets on."""
+        own_s = self.get_ahead_s(prompt.request.tenant)
+        return own_s <= self._credit_s or all(
+            self.get_ahead_s(each.request.tenant) >= own_s for each in running
+        )
 
     def charge(self, spent: Iterable[tuple[str, float]]) -> None:
         """A step takes these seconds for requests of tenants; one that waits meanwhile falls back."""

@@ -468,6 +468,21 @@ def test_prompts_of_one_tenant_leave_half_of_the_time_to_another(cost: StepCost)
     assert 0.45 < rest < 0.6 and first < 0.3, "but prompts that come now and then do not wait"
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 400)), min_size=1, max_size=8), st.data())
+def test_whoever_is_ahead_a_step_computes_something(
+    running: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    """Also where all that are left are ahead of a tenant that has gone."""
+    budget = known(X86)
+    budget.shares.charge([(name, data.draw(st.floats(0, 50))) for name in "abcd"])
+    sequences = []
+    for number, (tenant, tokens) in enumerate(running):
+        request = Request(id=str(number), prompt=Prompt((1,) * tokens), max_tokens=1, tenant=tenant)
+        sequences.append(Sequence(request, 8192, number))
+    shares = budget.schedule_tokens(sequences, lambda sequence: sequence.pending)
+    assert sum(shares.values()) > 0
+
+
 def test_a_step_without_sequences_is_charged_to_none() -> None:
     budget, (row, other) = known(X86), decoding(0.0, 0.0)
     other.request = msgspec.structs.replace(row.request, tenant="b")
