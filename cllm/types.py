@@ -298,7 +298,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from acceptance to the last token
     priority: int = 0  # higher goes first
     tenant: str = ""  # shares are fair between tenants; prefixes are not shared across them
-    crowded: bool = False  # beside other tenants', more of its tenant's waited for a slot when it was sent
+    backlogged: bool = False  # beside other tenants', more of its tenant's waited for a slot when it was sent
     streamed: bool = True  # the answer is read as it is written, so the inter-token target holds
     speculate: bool = True  # allow speculative decoding; the text is the same either way
     adapter: str = ""  # key of the adapters that its prompt is to be computed with

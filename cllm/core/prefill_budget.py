@@ -239,15 +239,15 @@ class PrefillBudget:
         """
         if (step := self.cost.step) is None:
             return
-        crowded = {each.request.tenant for each in running if each.request.crowded}
+        backlogged = {each.request.tenant for each in running if each.request.backlogged}
         slot_s, pass_s = (step.ubatch / max(1, len(each)) for each in (running, decoding))
         spent, rows = [], set(decoding)
         for each in running:
             tenant = each.request.tenant
             if each in rows:
                 row_s = step.row + step.attended * each.num_computed + each.sample_s
-                spent.append((tenant, row_s + (slot_s if tenant in crowded else pass_s)))
-            elif crowded - {tenant}:
+                spent.append((tenant, row_s + (slot_s if tenant in backlogged else pass_s)))
+            elif backlogged - {tenant}:
                 spent.append((tenant, slot_s))
         for prompt, part in chunks:
             pairs = attended_pairs(part, prompt.num_computed, part)

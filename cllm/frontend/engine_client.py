@@ -238,8 +238,8 @@ class EngineClient:
             for state in self._queue.next_for_engine(self.limits):
                 request = state.resumption or state.request
                 try:
-                    if state.crowded:
-                        request = msgspec.structs.replace(request, crowded=True)
+                    if state.backlogged:
+                        request = msgspec.structs.replace(request, backlogged=True)
                     self._executor.send(messages.Submit(request))
                 except Exception as error:
                     sent = False
@@ -298,7 +298,6 @@ class EngineClient:
             if output.finish_reason is not None:
                 changed = True
                 completed |= output.finish_reason in (types.FinishReason.STOP, types.FinishReason.LENGTH)
-                state.tenant.learn(output.usage)
                 self._end(state, output)
                 continue
             state.stream.push(output)
@@ -400,6 +399,8 @@ class EngineClient:
             usage = types.Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
         if output.usage is None or state.resumption is not None:
             output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
+        if state.stage is Stage.ENGINE and not state.request.embed:
+            state.tenant.learn(output.usage or usage)
         self._queue.close(state)
         if state.deadline is not None:
             state.deadline.cancel()

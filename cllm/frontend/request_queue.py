@@ -40,7 +40,7 @@ class RequestState(ResumableRequest):
     rank = 0  # the priority that it has before requests of other tenants
     stage = Stage.QUEUED
     charged = False  # its prompt counts for its tenant; a replay is not charged again
-    crowded = False  # more of its tenant's waited for a slot when it was sent
+    backlogged = False  # more of its tenant's waited for a slot when it was sent
 
     stream: AsyncOutputStream
     tenant: Tenant
@@ -223,7 +223,7 @@ class RequestQueue:
                 tenant = state.tenant
                 tenant.running += 1
                 tenant.peak = max(tenant.peak, tenant.running)
-                state.crowded = queue.held[tenant] > 0 and len(self.tenants.active) > 1
+                state.backlogged = queue.held[tenant] > 0 and len(self.tenants.active) > 1
                 self.tenants.recent[tenant] = None
                 if not state.charged:
                     state.charged = True

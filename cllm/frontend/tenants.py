@@ -103,11 +103,10 @@ class Tenant:
         """The part of its prompts that was not cached, by their tokens: one long prompt tells most."""
         return 1 - self._cached / self._prompts
 
-    def learn(self, usage: Usage | None) -> None:
+    def learn(self, usage: Usage) -> None:
         """A request has ended: what was cached of its prompt was no work."""
-        if usage is not None and usage.prompt_tokens and usage.completion_tokens:
-            self._prompts += usage.prompt_tokens - self._prompts / self.LAST
-            self._cached += usage.cached_tokens - self._cached / self.LAST
+        self._prompts += usage.prompt_tokens - self._prompts / self.LAST
+        self._cached += usage.cached_tokens - self._cached / self.LAST
 
     def charge(self, tokens: int, now: float, part: float = 1.0) -> None:
         """Count tokens, prompt or generated, against its limit, and what part was computed for its share."""

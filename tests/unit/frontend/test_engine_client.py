@@ -416,8 +416,10 @@ def test_the_engine_is_told_whose_requests_wait_for_slots(
         engine.submit(msgspec.structs.replace(request(name), tenant=tenant), BlockingOutputStream)
     executor.say(last("first"))
     sent = [each.request for each in executor.sent if isinstance(each, Submit)]
-    crowded = {each.id: each.crowded for each in sent}
-    assert crowded == {"one": False, "first": False, "second": True}, "`third` waited when `second` was sent"
+    backlogged = {each.id: each.backlogged for each in sent}
+    assert backlogged == {"one": False, "first": False, "second": True}, (
+        "`third` waited when `second` was sent"
+    )
     for name in ("one", "second", "third"):
         executor.say(last(name))
 
