@@ -1,42 +1,55 @@
-"""Marked prompts of two tenants, 16 at a time, with everything on that shares or moves KV.
+"""Marked prompts of two tenants, many at a time, with everything on that shares or moves KV or drafts.
 
-On tiny models of three kinds of memory each turn of a conversation is asked alone with the cache off, then
+On tiny models of five kinds of memory each turn of a conversation is asked alone with the cache off, then
 all at once with prefix sharing, preemption, all cache tiers, checkpoints and drafts: the text must be the
-same, since it depends on every token before it. On the embedded model each prompt has a secret word and asks
-for it: no answer may have another's. What was run before is not run again: `--fresh` forgets it.
+same, since it depends on every token before it. Engines are killed meanwhile, and between the two halves of
+all conversations, so that states come back from disk and answers go on in another engine. On the embedded
+model each prompt has a secret word and asks for it: no answer may have another's. What was run before is not
+run again: `--fresh` forgets it.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 import msgspec
 
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from bench.workloads.text import prose
+from cllm.server.keys import add_key
 from proof.command import ROOT, make_parser
-from proof.conversations import EXACT, TURNS, Writer, replay
+from proof.conversations import EXACT, SETTLE_S, TURNS, Turn, Writer, replay
 from proof.evidence import Bar, Evidence, name_machine, record
-from proof.shared.answers import Client, compare
+from proof.shared.answers import Answer, Client, compare
 from proof.shared.kept import Kept
-from tests.driver.server import wait_for
-from tests.tiny_architectures import make_all
+from tests.driver.server import find_workers, wait_for
+from tests.tiny_architectures import make_all, make_delta_hybrid, make_head
 
-KINDS = ("dense", "hybrid", "sliding")
+HEADS = {  # those with MTP heads, which are worth asking on a CPU, too
+    "head": partial(make_head, right=0.98, mixed=0.1, wide=20_000),
+    "head-delta": partial(make_delta_hybrid, heads=1, right=0.98, mixed=0.1, wide=20_000),
+}
+KINDS = ("dense", "hybrid", "sliding", *HEADS)
 SECRETS = "secrets"
 AT_ONCE = 16
+HEADS_AT_ONCE = 4  # in more rows a draft costs more than it is worth
 CELLS = 2048  # of one conversation
-KEYS = ("sk-canary-one", "sk-canary-other")
+HEADS_CELLS = 1536  # of all: too few for that many
+KILL_EVERY_S = (4.0, 12.0)
 TIERS = ("--cache-ram-mb", "2", "--cache-disk-mb", "64", "--swap-space-mb", "64", "--cache-dir")
 SECRET = re.compile(r"[bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou]\d\d")
 SECRET_TOKENS = 12
@@ -53,39 +66,120 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     cached: dict[str, int] = {}
     preemptions: int = 0
     drafted: int = 0
+    accepted: int = 0
+    kills: int = 0  # of engines
     integrity_failures: int = 0
     machine: str = ""
     minutes: float = 0.0
 
 
+class Tenancy:
+    """A server with two tenants, and an operator who may read its metrics and kills its engine."""
+
+    def __init__(self, server: RunningPeer, keys: Sequence[str], operator: str) -> None:
+        self.clients = [Client(server.address, key) for key in keys]
+        self._server, self._operator = server, Client(server.address, operator)
+        self.kills = 0
+
+    def kill(self) -> None:
+        """Kill the engine as soon as it is ready."""
+        self._wait_ready()
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(max(find_workers(self._server.pid, "engine")), signal.SIGKILL)
+            self.kills += 1
+
+    def _wait_ready(self) -> None:
+        wait_for(lambda: self._operator.open("GET", "/ready").status == 200)
+
+    @contextmanager
+    def killing(self, seed: str) -> Iterator[None]:
+        """Engines are killed now and then while the block runs; the last one is ready at its end."""
+        ended, draw = Event(), random.Random(seed)
+
+        def work() -> None:
+            while not ended.wait(draw.uniform(*KILL_EVERY_S)):
+                self.kill()
+
+        with ThreadPoolExecutor(1) as pool:
+            killing = pool.submit(work)
+            try:
+                yield
+            finally:
+                ended.set()
+            killing.result()
+        self._wait_ready()
+
+    def metrics(self) -> dict[str, float]:
+        return self._operator.metrics()
+
+
 @contextmanager
-def two_tenants(settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
-    """A server with two keys."""
-    peer = cllm_peer(settings, flags=("--api-key", ",".join(KEYS), *flags))
+def two_tenants(settings: ServerSettings, folder: Path, *flags: str) -> Iterator[Tenancy]:
+    file = folder / "keys.toml"
+    keys = [add_key(file, name, admin=False) for name in ("one", "other")]
+    operator = add_key(file, "operator", admin=True)
+    peer = cllm_peer(settings, flags=("--api-keys", str(file), *flags))
     with (
-        log_folder(None) as folder,
-        running(replace(peer, ready_path="/health"), folder / "canary.log") as server,
+        log_folder(None) as logs,
+        running(replace(peer, ready_path="/health"), logs / "canary.log") as server,
     ):
-        wait_for(lambda: Client(server.address, KEYS[0]).open("GET", "/ready").status == 200)
-        yield server
+        wait_for(lambda: Client(server.address, operator).open("GET", "/ready").status == 200)
+        yield Tenancy(server, keys, operator)
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A tiny model of that kind; with a head, one that is often right and whose drafts pay."""
+    return HEADS[kind](folder / f"{kind}.gguf") if kind in HEADS else make_all(folder)[kind]
 
 
 def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     """Conversations of two tenants on a tiny model."""
-    model = make_all(folder)[kind]
+    model = make_model(kind, folder)
     # Too few cells for all of them, so that some must wait for others.
-    settings = ServerSettings(model, AT_ONCE, CELLS if kind == "dense" else 2 * CELLS, threads=1)
+    at_once, cells = AT_ONCE, CELLS if kind == "dense" else 2 * CELLS
+    if kind in HEADS:
+        at_once, cells = HEADS_AT_ONCE, HEADS_CELLS
+    settings = ServerSettings(model, at_once, cells, threads=1)
     drafts = ("--draft-model", str(model)) if kind == "dense" else ()  # that come true
-    flags = ("--unified-kv", "--max-request-tokens", str(CELLS), *EXACT, *drafts)
-    with two_tenants(settings, *flags, *TIERS, str(folder / f"cache-{kind}")) as server:
-        clients = [Client(server.address, key) for key in KEYS]
+    limit = ("--max-request-tokens", str(min(cells, CELLS)))
+    flags = ("--unified-kv", *limit, *EXACT, *drafts, *TIERS, str(folder / f"cache-{kind}"))
+    with two_tenants(settings, folder, *flags) as tenancy:
+        clients = tenancy.clients
         scripts = [Writer(clients[number % 2]).write(number) for number in range(conversations)]
-
         order = random.Random(5).sample(range(conversations), conversations)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            jobs = {number: pool.submit(replay, clients[number % 2], scripts[number]) for number in order}
-            answers = [answer for number in range(conversations) for answer in jobs[number].result()]
-        metrics = clients[0].metrics()
+
+        def ask(halves: slice) -> dict[int, list[Answer]]:
+            """All conversations in a random order, a part of their turns each."""
+            with ThreadPoolExecutor(at_once) as pool:
+                jobs = {
+                    number: pool.submit(replay, clients[number % 2], scripts[number][halves])
+                    for number in order
+                }
+                return {number: job.result() for number, job in jobs.items()}
+
+        with tenancy.killing(kind):
+            begun = ask(slice(0, TURNS // 2))
+        time.sleep(SETTLE_S)  # idle: states are written behind
+        tenancy.kill()
+        with tenancy.killing(f"{kind} again"):
+            ended = ask(slice(TURNS // 2, None))
+        metrics = tenancy.metrics()
+    answers = [answer for number in range(conversations) for answer in (*begun[number], *ended[number])]
+    return make_found(kind, scripts, answers, metrics, tenancy.kills)
+
+
+def make_found(
+    kind: str,
+    scripts: Sequence[Sequence[Turn]],
+    answers: Sequence[Answer],
+    metrics: dict[str, float],
+    kills: int,
+) -> Found:
+    """Compare the answers with those alone, and count what took part."""
+
+    def total(name: str) -> int:
+        return int(sum(value for each, value in metrics.items() if f"{name}_tokens_total{{" in each))
+
     verdict = compare([turn.answer for turns in scripts for turn in turns], answers)
     cached: Counter[str] = Counter()
     for answer in answers:
@@ -98,7 +192,9 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
         faults=verdict.faults,
         cached=+cached,
         preemptions=int(metrics["cllm_preemptions_total"]),
-        drafted=int(sum(metrics[each] for each in metrics if "drafted_tokens_total{" in each)),
+        drafted=total("drafted"),
+        accepted=total("accepted"),
+        kills=kills,
         integrity_failures=int(metrics["cllm_integrity_failures"]),
     )
 
@@ -119,14 +215,14 @@ def watch_secrets(kind: str, count: int, folder: Path) -> Found:
     own = 0
     faults = []
 
-    def ask(server: RunningPeer, number: int) -> str:
+    def ask(clients: Sequence[Client], number: int) -> str:
         text = f"{systems[number % 4]}\n\nThe secret word is {secrets[number]}. Say it. The secret word is"
         body = {"prompt": text, "max_tokens": SECRET_TOKENS, "temperature": 0}
-        answer = Client(server.address, KEYS[number % 2]).call("POST", "/v1/completions", body)
+        answer = clients[number % 2].call("POST", "/v1/completions", body)
         return str(answer["choices"][0]["text"])
 
-    with two_tenants(settings, *flags) as server, ThreadPoolExecutor(AT_ONCE) as pool:
-        for number, text in enumerate(pool.map(lambda each: ask(server, each), range(count))):
+    with two_tenants(settings, folder, *flags) as tenancy, ThreadPoolExecutor(AT_ONCE) as pool:
+        for number, text in enumerate(pool.map(lambda each: ask(tenancy.clients, each), range(count))):
             own += secrets[number] in text
             others = [word for word in SECRET.findall(text) if owners.get(word, number) != number]
             faults += [f"prompt {number} was told {others}"] if others else []
@@ -147,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         __name__,
         __doc__,
-        count=(5000, "marked prompts on tiny models, in all"),
+        count=(2500, "marked prompts on tiny models, in all"),
         secrets=(500, "prompts on the embedded model"),
         at_once=(1, "kinds at a time"),
         only=([], "one kind, or `secrets`; nothing is recorded"),
@@ -188,7 +284,10 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
     proves = 2 * secrets.same > secrets.prompts
     bars.append(Bar("answers with their own, so that it proves something", "most", own, proves))
     figures = {
-        kind: f"cached tokens {_listed(one.cached)}; {one.preemptions} preemptions, {one.drafted} drafted"
+        kind: (
+            f"cached tokens {_listed(one.cached)}; {one.preemptions} preemptions, {one.drafted} drafted, "
+            f"{one.accepted} of them accepted, {one.kills} engines killed"
+        )
         for kind, one in found.items()
     }
     parts = [*found.values(), secrets]
@@ -198,9 +297,9 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         order=50,
         title="Marked prompts",
         about=(
-            f"Two tenants, {AT_ONCE} at a time in too few cells; sharing, preemption, all tiers, checkpoints "
-            "and drafts on. The figures say which of them took part; what comes back from disk is compared "
-            'by `make proof ARGS="conversations --restart"`.'
+            f"Two tenants, {AT_ONCE} at a time ({HEADS_AT_ONCE} with heads) in too few cells; sharing, "
+            "preemption, all tiers, checkpoints and drafts on, and engines killed meanwhile. The figures say "
+            "what took part; drafts are those of the model itself (dense), of n-grams or of an MTP head."
         ),
         bars=bars,
         figures=figures | machines,

@@ -98,20 +98,22 @@ def make_rollback_hybrid(path: Path) -> Path:
     return _finish(writer, path, tensors | _query_norms("blk.1."))
 
 
-def make_delta_hybrid(path: Path, *, heads: int = 0) -> Path:
+def make_delta_hybrid(
+    path: Path, *, heads: int = 0, right: float | None = None, mixed: float = 0.0, wide: int = FEED_FORWARD
+) -> Path:
     """Write a qwen35 model: a gated delta net, then gated attention. Its state can be rolled back.
 
-    With a head (MTP) it has one more layer of attention.
+    With a head (MTP) it has one more layer of attention; `right`, `mixed`, `wide` are those of `make_head`.
     """
     writer = make_writer(path, "qwen35", VOCABULARY, CONTEXT, layers=LAYERS + heads)
-    add_attention_metadata(writer)
+    add_attention_metadata(writer, feed_forward=wide)
     writer.add_rope_dimension_sections([HEAD_WIDTH // 4, HEAD_WIDTH // 8, HEAD_WIDTH // 8, 0])
     writer.add_full_attention_interval(LAYERS)
     _add_state_metadata(writer, state=HEAD_WIDTH, groups=KEY_HEADS)
     random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
     for layer in range(LAYERS + heads):
-        _add_feed_forward(writer, random, f"blk.{layer}.", norm="post_attention_norm")
+        _add_feed_forward(writer, random, f"blk.{layer}.", norm="post_attention_norm", width=wide)
     channels = 2 * KEY_HEADS * HEAD_WIDTH + INNER
     queries, keys = HEADS * HEAD_WIDTH, KEY_VALUE_HEADS * HEAD_WIDTH
     tensors = {
@@ -137,24 +139,28 @@ def make_delta_hybrid(path: Path, *, heads: int = 0) -> Path:
     writer.add_tensor("blk.0.ssm_a", -np.geomspace(0.02, 1.0, STATE_HEADS, dtype=np.float32))
     if heads:
         writer.add_nextn_predict_layers(heads)
-        tensors |= _head(f"blk.{LAYERS}.", make_matrix(random, EMBEDDING, 2 * EMBEDDING, 1.0))
+        _add_head(writer, random, tensors, right, mixed)
     return _finish(writer, path, tensors)
 
 
-def make_head(path: Path, *, right: float | None = None) -> Path:
+def make_head(
+    path: Path, *, right: float | None = None, mixed: float = 0.0, wide: int = FEED_FORWARD
+) -> Path:
     """Write a glm4moe model with an MTP head: it has one more layer, and all weights are random.
 
-    With `right` the next token follows from the last one alone, and the head knows it of that part of them.
+    With `right` the layers add only a part, `mixed`, of what they compute: without any the next token follows
+    from the last one alone, and the head knows it of that part of them. Where the feed-forward network is
+    `wide` it is read once for several rows, which then cost little more than one.
     """
     writer = make_writer(path, "glm4moe", VOCABULARY, CONTEXT, layers=LAYERS + 1)
-    add_attention_metadata(writer)
+    add_attention_metadata(writer, feed_forward=wide)
     _add_expert_metadata(writer)
     writer.add_expert_shared_count(1)
     writer.add_leading_dense_block_count(1)
     writer.add_nextn_predict_layers(1)
     random = np.random.default_rng(0)
     add_ends(writer, random, VOCABULARY)
-    _add_feed_forward(writer, random, "blk.0.", norm="post_attention_norm")
+    _add_feed_forward(writer, random, "blk.0.", norm="post_attention_norm", width=wide)
     tensors: dict[str, Array] = {}
     for layer in range(LAYERS + 1):
         add_attention_layer(writer, random, f"blk.{layer}.", feed_forward=False)
@@ -167,26 +173,36 @@ def make_head(path: Path, *, right: float | None = None) -> Path:
         }
         tensors[f"{prefix}post_attention_norm"] = tensors.pop(f"{prefix}ffn_norm")
         writer.add_tensor(f"{prefix}exp_probs_b.bias", make_constant(EXPERTS, 0.0))
-    mixed = make_matrix(random, EMBEDDING, 2 * EMBEDDING, 1.0)
+    _add_head(writer, random, tensors, right, mixed)
+    return _finish(writer, path, tensors)
+
+
+def _add_head(
+    writer: gguf.GGUFWriter,
+    random: np.random.Generator,
+    tensors: dict[str, Array],
+    right: float | None,
+    mixed: float,
+) -> None:
+    """Add what makes the last layer an MTP head, with random weights or one that is `right`."""
+    head = f"blk.{LAYERS}.nextn."
+    joined = make_matrix(random, EMBEDDING, 2 * EMBEDDING, 1.0)
     if right is not None:
+        added = ("ffn_down", "attn_output", "ssm_out")
         for name, info in (*writer.tensors[0].items(),):
-            if "ffn_down" in name or "attn_output" in name:
-                info.tensor[:] = 0
-        tensors |= {name: 0 * tensor for name, tensor in tensors.items() if "ffn_down" in name}
-        mixed = np.eye(EMBEDDING, 2 * EMBEDDING, dtype=np.float32)
+            if any(part in name for part in added):
+                info.tensor[:] *= mixed
+        for name in tensors:
+            if any(part in name for part in added):
+                tensors[name] = tensors[name] * np.float32(mixed)
+        joined = np.eye(EMBEDDING, 2 * EMBEDDING, dtype=np.float32)
         table = np.array(writer.tensors[0]["token_embd.weight"].tensor)
         wrong = random.permutation(len(table))[round(right * len(table)) :]
         table[wrong] = table[np.roll(wrong, 1)]
-        tensors[f"blk.{LAYERS}.nextn.embed_tokens"] = table
-    return _finish(writer, path, tensors | _head(f"blk.{LAYERS}.", mixed))
-
-
-def _head(prefix: str, mixed: Array) -> dict[str, Array]:
-    """What a layer takes to be an MTP head; `mixed` makes its input of an embedding and a hidden row."""
+        tensors[f"{head}embed_tokens"] = table
     norms = ("enorm", "hnorm", "shared_head_norm")
-    return {f"{prefix}nextn.eh_proj": mixed} | {
-        f"{prefix}nextn.{name}": make_constant(EMBEDDING, 1.0) for name in norms
-    }
+    tensors |= {f"{head}{name}": make_constant(EMBEDDING, 1.0) for name in norms}
+    tensors[f"{head}eh_proj"] = joined
 
 
 def make_experts(path: Path) -> Path:
@@ -275,13 +291,17 @@ def _steps(random: np.random.Generator, count: int) -> Array:
 
 
 def _add_feed_forward(
-    writer: gguf.GGUFWriter, random: np.random.Generator, prefix: str, norm: str = "ffn_norm"
+    writer: gguf.GGUFWriter,
+    random: np.random.Generator,
+    prefix: str,
+    norm: str = "ffn_norm",
+    width: int = FEED_FORWARD,
 ) -> None:
     """Add a gated feed-forward network and the norm before it."""
     writer.add_tensor(f"{prefix}{norm}.weight", make_constant(EMBEDDING, 1.0))
-    writer.add_tensor(f"{prefix}ffn_gate.weight", make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0))
-    writer.add_tensor(f"{prefix}ffn_up.weight", make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0))
-    writer.add_tensor(f"{prefix}ffn_down.weight", make_matrix(random, EMBEDDING, FEED_FORWARD, VALUE_GAIN))
+    writer.add_tensor(f"{prefix}ffn_gate.weight", make_matrix(random, width, EMBEDDING, 1.0))
+    writer.add_tensor(f"{prefix}ffn_up.weight", make_matrix(random, width, EMBEDDING, 1.0))
+    writer.add_tensor(f"{prefix}ffn_down.weight", make_matrix(random, EMBEDDING, width, VALUE_GAIN))
 
 
 def _query_norms(prefix: str) -> dict[str, Array]:

@@ -322,9 +322,10 @@ def add_attention_metadata(
     key: int = HEAD_WIDTH,
     value: int = HEAD_WIDTH,
     rotated: int = HEAD_WIDTH,
+    feed_forward: int | list[int] = FEED_FORWARD,
 ) -> None:
     """Add the hyperparameters that the architectures with attention share."""
-    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_feed_forward_length(feed_forward)
     writer.add_head_count(heads)
     writer.add_head_count_kv(key_value_heads)
     writer.add_key_length(key)

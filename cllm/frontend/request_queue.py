@@ -249,7 +249,12 @@ class RequestQueue:
         # When order does not matter, the engine is given a few more than it can run.
         limit = sequences + max(2, sequences // 2) if generation else MAX_EMBEDDING_REQUESTS
         if queue.running >= limit:
-            return None
+            if generation or queue.replayed:
+                return None
+            # One beyond the limit for a tenant that has none there: those of others may take long.
+            inside = {state.tenant for state in self._engine.values() if state.queue is queue}
+            kept = {tenant: 1 for tenant in queue.held if tenant not in inside}
+            return queue.pop(now, 0, kept) if kept else None
         if queue.replayed:
             first = queue.replayed[0]
             queue.remove(first)
@@ -513,8 +518,11 @@ class FairQueue:
     def _is_allowed(self, tenant: Tenant, free: int, kept: Mapping[Tenant, int]) -> bool:
         """Places are kept only from tenants that have had at least as much.
 
-        Else many small requests would keep theirs while few large ones take the machine.
+        Else many small requests would keep theirs while few large ones take the machine. Where none are free
+        it goes beyond the limit, for a tenant with a kept one.
         """
+        if not free:
+            return tenant in kept
         start_tag = self._tenants.start_tag
         tag = start_tag(tenant)
         return free > sum(

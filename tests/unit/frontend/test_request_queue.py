@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RateLimited
 from cllm.frontend import request_queue, tenants
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
+from cllm.frontend.request_queue import (
+    MAX_EMBEDDING_REQUESTS,
+    FairQueue,
+    RequestQueue,
+    RequestState,
+    Stage,
+)
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
 from cllm.types import EmbedLimits, Limits, Prompt, Request, RequestOutput, TenantLimits
 from tests.driver.thread_engine import BlockingEngine, BlockingOutputStream
@@ -125,6 +131,21 @@ def test_what_the_engine_has_no_slot_for_waits(clock: Clock) -> None:
     line.ask(embed=True)
     line.feed()
     assert line.queue.without_slot[0] == 4, "an embedding needs no slot"
+
+
+def test_a_tenant_embeds_though_another_has_all_places(clock: Clock) -> None:
+    line = Line()
+    for _ in range(MAX_EMBEDDING_REQUESTS + 2):
+        line.ask("many", embed=True)
+    assert len(line.feed()) == MAX_EMBEDDING_REQUESTS
+    first, second, third = (line.ask(tenant, embed=True) for tenant in ("few", "few", "one"))
+    assert line.feed() == [first, third], "one each, beyond the limit"
+    for one in line.inside()[:2]:
+        line.finish(one)
+    assert not line.feed(), "no more than the limit"
+    line.finish(line.inside()[0])
+    line.finish(line.inside()[0])
+    assert second in line.feed()
 
 
 def test_slots_that_only_keep_prefixes_run_nothing(clock: Clock) -> None:

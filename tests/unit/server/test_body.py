@@ -14,6 +14,7 @@ from msgspec import Meta
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
 from cllm.server.body import NO_NUL, Body, decode
+from cllm.text import json_shape
 from cllm.text.json_shape import measure
 
 
@@ -123,10 +124,17 @@ JSON = st.recursive(
 )
 
 
-@given(JSON, st.sampled_from([msgspec.json.encode, lambda value: json.dumps(value, indent=1).encode()]))
-def test_values_and_levels_are_counted_whatever_is_in_strings(value: Any, write: Any) -> None:
+@given(
+    JSON,
+    st.sampled_from([msgspec.json.encode, lambda value: json.dumps(value, indent=1).encode()]),
+    st.integers(1, 8) | st.just(json_shape.PART),
+)
+def test_values_and_levels_are_counted_whatever_is_in_strings(value: Any, write: Any, part: int) -> None:
     padded = [value, [[]] * (MAX_DEPTH + 1)]  # enough of them, so that strings are told apart
-    found, (values, containers, depth) = measure(write(padded)), count(padded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_shape, "PART", part)
+        found = measure(write(padded))
+    values, containers, depth = count(padded)
     assert (found.containers, found.depth) == (containers, depth)
     assert values <= found.values <= values + containers, "a list without values counts as two"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 
-from cllm.workers.channel import Channel, FrameBuffer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.workers.channel import Channel, FrameBuffer, pack_frame
 
 PATIENCE_S = 60
 
@@ -34,3 +37,15 @@ def test_a_frame_is_taken_when_its_last_byte_is_there() -> None:
         while (frame := buffer.take()) is not None:
             taken.append((index, frame))
     assert taken == [(6, b"abc"), (10, b""), (15, b"d")]
+
+
+@given(st.lists(st.binary(max_size=9)), st.lists(st.integers(1, 12), min_size=1))
+def test_frames_come_whole_however_they_are_cut(frames: list[bytes], sizes: list[int]) -> None:
+    buffer, data, taken, at = FrameBuffer(), b"".join(map(pack_frame, frames)), list[bytes](), 0
+    while at < len(data):
+        size = sizes[at % len(sizes)]
+        buffer += data[at : at + size]
+        at += size
+        while (frame := buffer.take()) is not None:
+            taken.append(frame)
+    assert taken == frames and not len(buffer)
