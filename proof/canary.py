@@ -279,6 +279,12 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         )
         for kind, one in found.items()
     ]
+    parts = list(found.values())
+    for name, kinds in (("dense", ("dense", "head")), ("a hybrid", ("head-delta",))):
+        accepted = sum(found[kind].accepted for kind in kinds)
+        read = sum(count for kind in kinds for tier, count in found[kind].cached.items() if "disk" in tier)
+        figure = f"{accepted:,} drafts accepted, {read:,} tokens from disk"
+        bars.append(Bar(f"{name}: drafts and the disk take part", "both", figure, bool(accepted and read)))
     told, own = len(secrets.faults), f"{secrets.same} of {secrets.prompts}"
     bars.append(Bar("answers with another's secret word", "0", f"{told}", not told))
     proves = 2 * secrets.same > secrets.prompts
@@ -290,8 +296,7 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         )
         for kind, one in found.items()
     }
-    parts = [*found.values(), secrets]
-    machines = {f"{one.kind} on": f"{one.machine} in {one.minutes:.0f} minutes" for one in parts}
+    machines = {f"{one.kind} on": f"{one.machine} in {one.minutes:.0f} minutes" for one in (*parts, secrets)}
     return Evidence(
         name="canary",
         order=50,

@@ -115,6 +115,18 @@ def test_the_heads_memory_follows_the_sequence(kind: Kind, drafts: bool, opened:
     assert runner.draft_gaps == 0
 
 
+def test_cells_that_the_model_has_freed_keep_no_state_out(opened: Opened) -> None:
+    """One pool that holds the text once: the head still has it when the model has emptied the slot."""
+    runner = opened(Kind("head", unified=True))
+    text = Text(runner, 0, [*words(1, 1100)])
+    text.compute()
+    said, state = text.drafts(), runner.save(0)
+    assert state is not None
+    runner.truncate(0, 0)
+    assert runner.restore(1, state)
+    assert Text(runner, 1, text.tokens).drafts() == said and runner.draft_gaps == 0
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_text_with_drafts_is_that_without(kind: Kind, opened: Opened, reference: Reference) -> None:
     """Several slots of unequal length; drafts of random weights are nearly always wrong."""
