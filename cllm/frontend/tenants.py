@@ -168,10 +168,10 @@ class Tenants:
 
     def activate(self, tenant: Tenant) -> None:
         """Count a tenant as active: its first request waits."""
-        if len(self.active) == 1:  # while one was alone, nothing of what it paid was used
+        self.active[tenant] = None
+        if len(self.active) <= 2:  # while one was alone, nothing of what it paid was used
             for each in self.active:
                 each.credit_s = 0.0
-        self.active[tenant] = None
         self._weight += tenant.limits.weight
         self._max_weight = max(self._max_weight, tenant.limits.weight)
 

@@ -592,6 +592,25 @@ def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:
     assert line.queue.waiting == (2, 17)
 
 
+def test_what_was_paid_for_cheap_requests_while_alone_is_no_credit(clock: Clock) -> None:
+    line = Line(sequences=1)
+    kept = line.ask("a")
+    for _ in range(50):
+        one = line.ask("a", tokens=100)
+        line.feed()
+        line.queue.close(one)
+    line.finish(kept)
+    for _ in range(8):
+        line.ask("a")
+        line.ask("b")
+    served = []
+    for _ in range(8):
+        (one,) = line.feed()
+        served.append(one.tenant.name)
+        line.finish(one)
+    assert served.count("a") == served.count("b")
+
+
 def test_a_request_is_charged_for_its_prompt_once_however_often_it_is_sent(clock: Clock) -> None:
     line = Line()
     state = line.ask("a", tokens=50)
