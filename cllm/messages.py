@@ -113,7 +113,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
     outputs: tuple[types.RequestOutput, ...]
     stats: StepStats
-    preempted: tuple[str, ...] = ()  # ids of requests that have begun and hold no slot
+    spent: dict[str, float] = {}  # seconds that requests took of steps; where there are several tenants
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):

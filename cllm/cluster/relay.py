@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -50,7 +50,6 @@ class RemoteReplica:
         self.load: ReplicaReport | None = None
         self.draining = False
         self.stats = messages.StepStats()  # the last
-        self.preempted: list[str] = []  # ids that the requests have here, as of the last report
         self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
         self.generated = 0
 
@@ -102,6 +101,7 @@ class Relay:
         self._snapshots = itertools.count(1)
         self._outputs: list[RequestOutput] = []  # for the next report
         self._work: messages.StepStats | None = None
+        self._spent = defaultdict[str, float](float)  # seconds of steps by request, not yet reported
         self._absent_since: float | None = None  # there was a replica, and there is none
         self._given_up = False
         self.moved = 0
@@ -232,10 +232,12 @@ class Relay:
 
     def receive(self, replica: RemoteReplica, message: FromReplica) -> None:
         match message:
-            case messages.StepReport(outputs, stats, preempted):
+            case messages.StepReport(outputs, stats, spent):
+                for request_id, seconds in spent.items():
+                    if (known := replica.requests.get(request_id)) is not None:
+                        self._spent[known.request.id] += seconds
                 self._process(replica, outputs)
-                replica.stats, known = stats, replica.requests
-                replica.preempted = [known[each].request.id for each in preempted if each in known]
+                replica.stats = stats
                 self._work = stats if self._work is None else add_work(self._work, stats)
             case ReplicaReport(gateways=gateways):
                 joined, replica.load = not replica.available, message
@@ -377,8 +379,8 @@ class Relay:
             outputs, self._outputs = tuple(self._outputs), []
             work, self._work = self._work or messages.StepStats(), None
             states = [replica.stats for replica in self.replicas]
-            preempted = tuple(each for replica in self.replicas for each in replica.preempted)
-            self._emit(messages.StepReport(outputs, add_states(work, states), preempted))
+            spent, self._spent = dict(self._spent), defaultdict(float)
+            self._emit(messages.StepReport(outputs, add_states(work, states), spent))
 
     def _settle_calls(self) -> None:
         for call_id in [call_id for call_id, metrics in self._calls.items() if not metrics.left]:

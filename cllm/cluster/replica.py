@@ -323,7 +323,8 @@ class ReplicaServer:
         self.load.processed(report.outputs, report.stats, time.monotonic())
         for link in set(self._owners.values()):
             own = tuple(each for each in report.outputs if self._owners.get(each.request_id) is link)
-            link.send(messages.StepReport(own, report.stats, report.preempted))
+            spent = {each: s for each, s in report.spent.items() if self._owners.get(each) is link}
+            link.send(messages.StepReport(own, report.stats, spent))
         for output in report.outputs:
             if output.finish_reason is not None:
                 self._owners.pop(output.request_id, None)

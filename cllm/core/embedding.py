@@ -148,11 +148,10 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
             case StepStatus.DONE:
                 self.budget.cost.observe(batch, result)
                 token_s = result.compute_s / batch.token_count
-                spent = [(job.request.tenant, 0.0) for job in self.live.values()]  # those that wait, too
+                spent = [(job.request, 0.0) for job in self.live.values()]  # those that wait, too
                 for row in batch.rows:
-                    tenant = self._scheduled[row.seq_id][0].request.tenant
-                    spent.append((tenant, token_s * len(row.tokens)))
-                self.budget.shares.charge(spent)
+                    spent.append((self._scheduled[row.seq_id][0].request, token_s * len(row.tokens)))
+                self.budget.charge(spent)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:

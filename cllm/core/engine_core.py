@@ -243,6 +243,8 @@ class EngineCore:
             return None
         now = time.perf_counter()
         self._ahead = following, self._guarded(partial(self.runner.submit, following))
+        rows = list(scheduler.scheduled.values())
+        scheduler.budget.charge_step(rows, rows)
         return now
 
     def _report(self) -> None:
@@ -283,8 +285,8 @@ class EngineCore:
             **new,
             **work,  # type: ignore[arg-type]
         )
-        preempted = tuple(each.id for each in scheduler.waiting if each.preempted)
-        self._emit(messages.StepReport(outputs, stats, preempted))
+        spent = scheduler.budget.take_spent() | self.embedding.budget.take_spent()
+        self._emit(messages.StepReport(outputs, stats, spent))
 
     @property
     def idle(self) -> bool:

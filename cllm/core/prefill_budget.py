@@ -11,6 +11,7 @@ from typing import NamedTuple
 from cllm.backend.base import SCORED_LOGITS, Row, count_ubatches
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, TINY, StepCost, StepCostModel, StepShape, attended_pairs
+from cllm.types import Request
 
 
 class PromptPart(NamedTuple):
@@ -160,6 +161,8 @@ class PrefillBudget:
         self._turn = 0
         self._sampling_credit_s = 0.0
         self.shares = TenantShares(self.CREDIT * target_s)
+        self._several = False  # there were requests of several tenants at a time
+        self._spent: dict[str, float] = {}
 
     @property
     def max_step_s(self) -> float:
@@ -188,12 +191,12 @@ class PrefillBudget:
         more. Steps and not parts of steps, since small chunks are slow.
         """
         sequences = list(running)
-        if len(sequences) == 1 and not self.waited_for and sequences[0].computable <= self.batch_tokens:
+        if len(sequences) == 1 and not self.waited_for and 1 < sequences[0].computable <= self.batch_tokens:
+            self.charge_step(sequences, [], [(sequences[0], sequences[0].computable)])
             return {sequences[0].id: sequences[0].computable}
         if all(sequence.pending == 1 for sequence in sequences):
             decoding = self._defer(sequences)
-            if self.shares:
-                self._charge(sequences, decoding)
+            self.charge_step(sequences, decoding)
             return {sequence.id: 1 for sequence in decoding}
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
@@ -207,7 +210,7 @@ class PrefillBudget:
         decoding = self._defer(rows, prefills=bool(prompts))
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
-            self._charge(sequences, decoding)
+            self.charge_step(sequences, decoding)
             return shares
         if len(prompts) > 1:
             self._turn += 1
@@ -226,10 +229,23 @@ class PrefillBudget:
         parts = divide(room, [prompt.computable for prompt in prompts], offset)
         chunks = [(prompt, part) for prompt, part in zip(prompts, parts, strict=False) if part]
         shares.update((prompt.id, part) for prompt, part in chunks)
-        self._charge(sequences, decoding, chunks)
+        self.charge_step(sequences, decoding, chunks)
         return shares
 
-    def _charge(
+    def take_spent(self) -> dict[str, float]:
+        """Seconds that requests took of steps since the last call, where there are several tenants."""
+        spent, self._spent = self._spent, {}
+        return spent
+
+    def charge(self, spent: Iterable[tuple[Request, float]], *, beside: bool = True) -> None:
+        """Note what a step takes; does it count for being ahead, too?"""
+        found = list(spent)
+        if beside:
+            self.shares.charge((request.tenant, seconds) for request, seconds in found)
+        for request, seconds in found:
+            self._spent[request.id] = self._spent.get(request.id, 0.0) + seconds
+
+    def charge_step(
         self, running: List[Sequence], decoding: List[Sequence], chunks: Iterable[tuple[Sequence, int]] = ()
     ) -> None:
         """Note what the next step takes of each tenant's share.
@@ -237,7 +253,8 @@ class PrefillBudget:
         The pass over the weights is paid for by the rows, unless a tenant waits for slots: then all slots pay
         alike, since one that holds a prompt, or is left out, keeps a row from that pass.
         """
-        if (step := self.cost.step) is None:
+        self._several = self._several or len({each.request.tenant for each in running}) > 1
+        if not self._several or (step := self.cost.step) is None:
             return
         backlogged = {each.request.tenant for each in running if each.request.backlogged}
         slot_s, pass_s = (step.ubatch / max(1, len(each)) for each in (running, decoding))
@@ -246,14 +263,14 @@ class PrefillBudget:
             tenant = each.request.tenant
             if each in rows:
                 row_s = step.row + step.attended * each.num_computed + each.sample_s
-                spent.append((tenant, row_s + (slot_s if tenant in backlogged else pass_s)))
+                spent.append((each.request, row_s + (slot_s if tenant in backlogged else pass_s)))
             elif backlogged - {tenant}:
-                spent.append((tenant, slot_s))
+                spent.append((each.request, slot_s))
         for prompt, part in chunks:
             pairs = attended_pairs(part, prompt.num_computed, part)
             scored = part if prompt.unscored else 0
-            spent.append((prompt.request.tenant, step.seconds(StepShape(1, part, 0, *pairs, scored))))
-        self.shares.charge(spent)
+            spent.append((prompt.request, step.seconds(StepShape(1, part, 0, *pairs, scored))))
+        self.charge(spent, beside=len(rows) < len(running) or bool(self.shares))
 
     def _at_once(self, sequence: Sequence, rows: int, context: int) -> bool:
         """Several tokens are pending, and as many as there is room for are computed together.

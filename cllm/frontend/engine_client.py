@@ -280,6 +280,9 @@ class EngineClient:
         now = time.monotonic()
         changed = completed = False  # changed: others may go to the engine
         generated = 0
+        for request_id, seconds in report.spent.items():
+            if (state := self._queue.states.get(request_id)) is not None:
+                state.pay(seconds)
         for output in report.outputs:
             state = self._queue.states.get(output.request_id)
             if state is None or state.stage is not Stage.ENGINE:
@@ -306,7 +309,6 @@ class EngineClient:
                 changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, errors.SlowReader("the answer was not read: too much of it was waiting"))
-        self._queue.charge_slots({*report.preempted, *(output.request_id for output in report.outputs)})
         self.metrics.generated_tokens.inc(generated)
         if completed and self._backoff.count:
             self._backoff.progress()
@@ -399,8 +401,6 @@ class EngineClient:
             usage = types.Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
         if output.usage is None or state.resumption is not None:
             output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
-        if state.stage is Stage.ENGINE and not state.request.embed:
-            state.tenant.learn(output.usage or usage)
         self._queue.close(state)
         if state.deadline is not None:
             state.deadline.cancel()

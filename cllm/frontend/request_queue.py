@@ -10,7 +10,7 @@ import heapq
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,7 +39,7 @@ class RequestState(ResumableRequest):
     number = 0  # in the order of arrival, in its queue
     rank = 0  # the priority that it has before requests of other tenants
     stage = Stage.QUEUED
-    charged = False  # its prompt counts for its tenant; a replay is not charged again
+    prepaid_s: float | None = None  # what its tenant paid when it was sent first, less what it has cost
     backlogged = False  # more of its tenant's waited for a slot when it was sent
 
     stream: AsyncOutputStream
@@ -53,6 +53,12 @@ class RequestState(ResumableRequest):
     first_token: float | None = None
     last_token: float | None = None
     trace: Trace | None = None  # of the HTTP request it is a part of
+
+    def pay(self, seconds: float) -> None:
+        """It took seconds of steps: what was paid before counts first."""
+        used = min(self.prepaid_s or 0.0, seconds)
+        self.prepaid_s = (self.prepaid_s or 0.0) - used
+        self.tenant.pay(seconds - used)
 
 
 class Trace:
@@ -225,10 +231,10 @@ class RequestQueue:
                 tenant.peak = max(tenant.peak, tenant.running)
                 state.backlogged = queue.held[tenant] > 0 and len(self.tenants.active) > 1
                 self.tenants.recent[tenant] = None
-                if not state.charged:
-                    state.charged = True
-                    part = tenant.computed if queue is self._generation else 1.0
-                    tenant.charge(state.input_tokens, now, part)
+                if state.prepaid_s is None:
+                    state.prepaid_s = Tenant.TOKEN_S * state.input_tokens
+                    tenant.pay(state.prepaid_s)
+                    tenant.charge(state.input_tokens, now)
                 sent.append(state)
         # Of all the rules only places that are kept depend on time: with one tenant there are none.
         lapses = self._generation.count and len(self.tenants.active) > 1
@@ -272,17 +278,6 @@ class RequestQueue:
             return None
         return queue.pop(now, free, self.tenants.kept_places(sequences))
 
-    def charge_slots(self, exempt: Collection[str]) -> None:
-        """Charge tenants for slots after a step: one without an output has been held all the same.
-
-        Else costly requests and prompts, which get few turns, would hold slot after slot for few tokens.
-        Those that had an output or were preempted are `exempt`.
-        """
-        surplus = self.surplus
-        for request_id, state in self._engine.items():
-            if request_id not in exempt and state.queue is self._generation and state not in surplus:
-                state.tenant.virtual += 1 / state.tenant.limits.weight
-
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""
         assert state.stage is not Stage.DONE
@@ -299,6 +294,7 @@ class RequestQueue:
             tenant.drain_rate.ended.append((now, 0))
             self.drain_rate.ended.append((now, state.input_tokens))
         del self.states[state.request.id]
+        tenant.credit_s += state.prepaid_s or 0.0
         state.stage = Stage.DONE
         if not self.states and not any(each.waiting or each.running for each in tenants.active):
             # All queues are empty: what a tenant had while it was alone is no debt.
@@ -424,8 +420,8 @@ class FairQueue:
        `AGEING_S` seconds in which no request of it was let in, so that none starves. The class ages, not
        the request: else the long line of one tenant would, by its age alone, pass those of all others.
        Without a `max_priority`, a tenant's requests are in class 0 or below: so they pass no other's.
-    2. **Fair shares.** Within a class, the tenant with the least virtual time (tokens had, prompt and
-       generated, divided by its weight). An idle tenant starts at the present virtual time, without credit.
+    2. **Fair shares.** Within a class, the tenant with the least virtual time (seconds that it had of steps,
+       divided by its weight). An idle tenant starts at the present virtual time, without credit.
     3. **A tenant's own priority**, with ageing, orders its requests within a class.
     4. **First come, first served** within a priority of a tenant and between tenants that are even.
 

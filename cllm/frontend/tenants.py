@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from cllm.errors import InvalidRequest, RateLimited
-from cllm.types import Request, TenantLimits, Usage
+from cllm.types import Request, TenantLimits
 
 
 class TokenBucket:
@@ -57,16 +57,16 @@ class DrainRate:
 
 
 class Tenant:
-    """One tenant's account. `virtual` is its virtual time: tokens had, divided by weight."""
+    """One tenant's account. `virtual` is its virtual time: seconds of steps, divided by weight."""
 
-    LAST = 32  # requests, of which `computed` tells
+    TOKEN_S = 1e-3  # of a prompt, to be paid before anything is known; what it did not cost is given back
     HOLD_S = 2.0  # a period. What a tenant used of the engine is kept for it to the end of the next
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
         self.virtual = 0.0
         self.tokens = 0  # had in all, prompt and generated
-        self._prompts, self._cached = 1.0, 0.0  # tokens of its last requests, and what was cached of them
+        self.credit_s = 0.0  # paid for requests that cost less
         self.waiting = self.running = 0  # requests, in the queues of all engines
         self.drain_rate = DrainRate()
         self.peak = self.last_peak = 0  # maximum in the engine at once: of this period, of the last one
@@ -98,20 +98,15 @@ class Tenant:
         if self.token_bucket is not None and (wait := self.token_bucket.seconds_until(0.0, now)) > 0:
             raise RateLimited(f"{limits.tokens_per_s:g} tokens a second", wait)
 
-    @property
-    def computed(self) -> float:
-        """The part of its prompts that was not cached, by their tokens: one long prompt tells most."""
-        return 1 - self._cached / self._prompts
+    def pay(self, seconds: float) -> None:
+        """Count seconds of steps against its share."""
+        used = min(self.credit_s, seconds)
+        self.credit_s -= used
+        self.virtual += (seconds - used) / self.limits.weight
 
-    def learn(self, usage: Usage) -> None:
-        """A request has ended: what was cached of its prompt was no work."""
-        self._prompts += usage.prompt_tokens - self._prompts / self.LAST
-        self._cached += usage.cached_tokens - self._cached / self.LAST
-
-    def charge(self, tokens: int, now: float, part: float = 1.0) -> None:
-        """Count tokens, prompt or generated, against its limit, and what part was computed for its share."""
+    def charge(self, tokens: int, now: float) -> None:
+        """Count tokens, prompt or generated, against its limit."""
         self.tokens += tokens
-        self.virtual += part * tokens / self.limits.weight
         if self.token_bucket is not None:
             self.token_bucket.take(tokens, now)
 
@@ -174,6 +169,9 @@ class Tenants:
     def activate(self, tenant: Tenant) -> None:
         """Count a tenant as active: its first request waits."""
         self.active[tenant] = None
+        if len(self.active) <= 2:  # while one was alone, nothing of what it paid was used
+            for each in self.active:
+                each.credit_s = 0.0
         self._weight += tenant.limits.weight
         self._max_weight = max(self._max_weight, tenant.limits.weight)
 

@@ -176,13 +176,15 @@ def test_outputs_of_several_replicas_are_one_report() -> None:
     assert (report.stats.steps, report.stats.running, report.stats.cells_used) == (4, 2, 14)
 
 
-def test_preempted_requests_have_their_own_ids_in_a_report() -> None:
+def test_seconds_of_steps_are_reported_for_the_gateways_own_ids() -> None:
     gateway = Gateway("a", "b")
     gateway.submit("r")
     replica, request = gateway.find("r")
-    gateway.relay.receive(replica.remote, StepReport((), StepStats(), (request.id, "of another gateway")))
+    for seconds in (0.5, 0.25):
+        spent = {request.id: seconds, "of another gateway": 1.0}
+        gateway.relay.receive(replica.remote, StepReport((), StepStats(), spent))
     gateway.relay.flush()
-    assert gateway.last(StepReport).preempted == ("r",)
+    assert gateway.last(StepReport).spent == {"r": 0.75}
 
 
 def test_a_request_that_kills_is_isolated_and_failed() -> None:

@@ -484,6 +484,31 @@ def test_of_tenants_that_are_all_ahead_one_gets_on(running: list[tuple[str, int]
     assert sum(shares.values()) > 0
 
 
+@pytest.mark.parametrize("backlogged", [True, False])
+def test_the_seconds_of_a_step_are_shared_by_its_requests(backlogged: bool) -> None:
+    """By rows and prompts alike; where a tenant waits for slots, those that are left out pay, too."""
+    budget, rows = known(AMX), decoding(0.0, 0.0)
+    prompt = Sequence(Request(id="prompt", prompt=Prompt((1,) * 400), max_tokens=1), 8192, 7)
+
+    def take(*sequences: Sequence) -> dict[str, float]:
+        budget.schedule_tokens(sequences, lambda sequence: sequence.pending)
+        return budget.take_spent()
+
+    assert not take(*rows) and not take(prompt), "with one tenant there is nothing to share"
+    for row in rows:
+        row.request = msgspec.structs.replace(row.request, tenant="a", backlogged=backlogged)
+    first, steps = take(prompt, *rows), [take(*rows)]
+    assert first.keys() == {"0", "1", "prompt"} and first["prompt"] > first["0"] == first["1"]
+    assert sum(steps[0].values()) == pytest.approx(AMX.seconds(StepShape(1, 0, 2, 10)))
+    budget.charge_step(rows, rows)  # on a GPU, which has the next one
+    assert [budget.take_spent()] == steps
+    assert take(prompt)["prompt"] == pytest.approx(
+        AMX.seconds(StepShape(1, 400, 0, *attended_pairs(400, 0, 400)))
+    )
+    budget.shares.charge([(prompt.request.tenant, 9.0), ("a", 0.0)])
+    assert ("prompt" in take(prompt, *rows)) == backlogged
+
+
 def test_a_step_without_sequences_is_charged_to_none() -> None:
     budget, (row, other) = known(X86), decoding(0.0, 0.0)
     other.request = msgspec.structs.replace(row.request, tenant="b")

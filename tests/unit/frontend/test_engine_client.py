@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -72,9 +71,9 @@ class ScriptedExecutor(ProcessExecutor):
         requests = (command.request for command in self.sent if isinstance(command, Submit))
         return {one.id: one.generated_prefix for one in requests if one.generated_prefix}
 
-    def say(self, *deltas: RequestOutput, preempted: tuple[str, ...] = ()) -> None:
+    def say(self, *deltas: RequestOutput, spent: dict[str, float] | None = None) -> None:
         assert self.receive is not None
-        self.receive(StepReport(deltas, StepStats(), preempted))
+        self.receive(StepReport(deltas, StepStats(), spent or {}))
 
     def die(self) -> None:
         assert self.receive is not None
@@ -424,42 +423,20 @@ def test_the_engine_is_told_whose_requests_wait_for_slots(
         executor.say(last(name))
 
 
-def test_what_is_cached_of_prompts_is_not_charged_for(
+def test_a_tenant_pays_for_the_seconds_that_its_requests_take(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
-    """Its share is of work: a long conversation, of which little is new, takes little."""
-    had = []
-    for number in range(40):
-        engine.submit(request(f"r{number}"), BlockingOutputStream)
-        (tenant,) = engine.tenants.accounts.values()
-        had.append(tenant.virtual)
-        end = msgspec.structs.replace(last(""), request_id=f"r{number}")
-        assert end.usage is not None
-        usage = msgspec.structs.replace(end.usage, prompt_tokens=10, cached_tokens=9)
-        executor.say(msgspec.structs.replace(end, usage=usage))
-    charged = [after - before for before, after in pairwise(had)]
-    assert charged[0] > charged[9] > charged[-1] == pytest.approx(0.1 * had[0], rel=0.1)
-    tenant.learn(Usage(prompt_tokens=1000, completion_tokens=1))
-    assert tenant.computed > 0.8, "a long prompt that was computed tells more than short ones"
-    assert tenant.tokens == 40 * had[0], "its limit is of all tokens"
-
-
-def test_an_answer_left_out_of_a_step_is_charged_for_its_slot(
-    engine: EngineClient, executor: ScriptedExecutor
-) -> None:
-    """Costly samplers get few turns: by tokens alone their tenant would be given slot after slot."""
+    """Its prompt is paid before; what that did not cost, since it was cached, is given back."""
     for name in ("cheap", "costly"):
         engine.submit(msgspec.structs.replace(request(name), tenant=name), BlockingOutputStream)
     cheap, costly = map(engine.tenants.accounts.__getitem__, ("cheap", "costly"))
-    for _ in range(9):
-        executor.say(token("cheap"))
-    assert cheap.virtual == costly.virtual, "a prompt that waits for its turn holds a slot, too"
-    executor.say(token("cheap"), token("costly"))
-    for _ in range(30):
-        executor.say(token("cheap"))
-    assert cheap.virtual == costly.virtual and costly.tokens == cheap.tokens - 39
-    for _ in range(5):
-        executor.say(token("cheap"), preempted=("costly",))
-    assert cheap.virtual - costly.virtual == 5, "preempted, it holds no slot"
-    for name in ("cheap", "costly"):
-        executor.say(last(name))
+    prepaid = cheap.virtual
+    assert prepaid == costly.virtual > 0
+    executor.say(token("cheap"), spent={"cheap": prepaid / 2, "costly": prepaid + 1, "unknown": 1.0})
+    assert cheap.virtual == prepaid and costly.virtual == pytest.approx(prepaid + 1)
+    assert cheap.tokens == costly.tokens + 1, "its limit is of tokens"
+    executor.say(last("cheap"))
+    engine.submit(msgspec.structs.replace(request("again"), tenant="cheap"), BlockingOutputStream)
+    assert cheap.virtual == pytest.approx(1.5 * prepaid)
+    executor.say(last("again"))
+    executor.say(last("costly"))

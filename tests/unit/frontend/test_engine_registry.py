@@ -408,7 +408,7 @@ async def test_tenants_have_one_account_over_all_models() -> None:
         request = Request(id=str(number), prompt=Prompt((1, 2, 3)), max_tokens=4, tenant="ann")
         lease.engine.submit(request, AsyncOutputStream)
     tenant = registry.default.engine.tenants.accounts["ann"]  # type: ignore[union-attr]
-    assert tenant.running == 2 and tenant.virtual == 6
+    assert tenant.running == 2 and tenant.tokens == 6
 
 
 @on_loop

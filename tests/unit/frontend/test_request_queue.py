@@ -102,10 +102,12 @@ class Line:
     def generate(self, one: RequestState, tokens: int, now: float) -> None:
         if tokens:
             one.add_tokens(RequestOutput(request_id=one.request.id, tokens=(1,) * tokens))
+        one.tenant.pay(tokens * Tenant.TOKEN_S)
         one.tenant.charge(tokens, now)
 
     def finish(self, one: RequestState, generated: int = 0) -> None:
         self.generate(one, generated, one.arrived)
+        one.pay(one.prepaid_s or 0.0)  # it cost what was paid for it
         self.queue.close(one)
 
 
@@ -464,7 +466,7 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
             queue.remove(waiting.pop(source.randrange(len(waiting))))
         else:
             for tenant in source.sample(list(tenants.accounts.values()), k=min(2, len(tenants.accounts))):
-                tenant.charge(source.choice([0, 1, 7, 50]), 0.0)
+                tenant.pay(source.choice([0, 1, 7, 50]))
             kept = {tenant: source.randint(1, 2) for tenant in tenants.active if source.random() < 0.2}
             free = source.randint(1, 3)
             expected = search(waiting, tenants.start_tag, free, kept)
@@ -590,12 +592,31 @@ def test_what_waits_is_counted_of_both_kinds(clock: Clock) -> None:
     assert line.queue.waiting == (2, 17)
 
 
+def test_what_was_paid_for_cheap_requests_while_alone_is_no_credit(clock: Clock) -> None:
+    line = Line(sequences=1)
+    kept = line.ask("a")
+    for _ in range(50):
+        one = line.ask("a", tokens=100)
+        line.feed()
+        line.queue.close(one)
+    line.finish(kept)
+    for _ in range(8):
+        line.ask("a")
+        line.ask("b")
+    served = []
+    for _ in range(8):
+        (one,) = line.feed()
+        served.append(one.tenant.name)
+        line.finish(one)
+    assert served.count("a") == served.count("b")
+
+
 def test_a_request_is_charged_for_its_prompt_once_however_often_it_is_sent(clock: Clock) -> None:
     line = Line()
     state = line.ask("a", tokens=50)
     assert line.queue.next_for_engine(line.limits) == [state]
     had = state.tenant.virtual
-    assert state.dispatched == clock.now and state.charged and had > 0
+    assert state.dispatched == clock.now and had > 0
     clock.now += 5
     assert line.queue.requeue_after_crash() == ([], [state])
     assert line.queue.next_for_engine(line.limits) == [state]
