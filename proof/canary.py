@@ -140,7 +140,8 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     if kind in HEADS:
         at_once, cells = HEADS_AT_ONCE, HEADS_CELLS
     settings = ServerSettings(model, at_once, cells, threads=1)
-    drafts = ("--draft-model", str(model)) if kind == "dense" else ()  # that come true
+    # A dense model's own drafts come true; a hybrid drafts where its memory can roll back.
+    drafts = {"dense": ("--draft-model", str(model)), "head-delta": ("--draft-rollback", "4")}.get(kind, ())
     limit = ("--max-request-tokens", str(min(cells, CELLS)))
     flags = ("--unified-kv", *limit, *EXACT, *drafts, *TIERS, str(folder / f"cache-{kind}"))
     with two_tenants(settings, folder, *flags) as tenancy:
