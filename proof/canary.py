@@ -78,22 +78,19 @@ class Tenancy:
 
     def __init__(self, server: RunningPeer, keys: Sequence[str], operator: str) -> None:
         self.clients = [Client(server.address, key) for key in keys]
-        self._server, self._operator = server, Client(server.address, operator)
+        self._server, self.operator = server, Client(server.address, operator)
         self.kills = 0
 
     def kill(self) -> None:
         """Kill the engine as soon as it is ready."""
-        self._wait_ready()
+        wait_for(lambda: self.operator.open("GET", "/ready").status == 200)
         with suppress(ProcessLookupError, ValueError):
             os.kill(max(find_workers(self._server.pid, "engine")), signal.SIGKILL)
             self.kills += 1
 
-    def _wait_ready(self) -> None:
-        wait_for(lambda: self._operator.open("GET", "/ready").status == 200)
-
     @contextmanager
     def killing(self, seed: str) -> Iterator[None]:
-        """Engines are killed now and then while the block runs; the last one is ready at its end."""
+        """Engines are killed now and then while the block runs."""
         ended, draw = Event(), random.Random(seed)
 
         def work() -> None:
@@ -107,10 +104,6 @@ class Tenancy:
             finally:
                 ended.set()
             killing.result()
-        self._wait_ready()
-
-    def metrics(self) -> dict[str, float]:
-        return self._operator.metrics()
 
 
 @contextmanager
@@ -164,7 +157,7 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
         tenancy.kill()
         with tenancy.killing(f"{kind} again"):
             ended = ask(slice(TURNS // 2, None))
-        metrics = tenancy.metrics()
+        metrics = tenancy.operator.metrics()
     answers = [answer for number in range(conversations) for answer in (*begun[number], *ended[number])]
     return make_found(kind, scripts, answers, metrics, tenancy.kills)
 
