@@ -1,6 +1,8 @@
 """`python -m bench.mtp VOCABULARY`: drafts by a model's own head (MTP) on and off, in one server, in turns.
 
-Beside it llama-server with its own drafts by the head (`--spec-type draft-mtp`), if there is one.
+Beside it llama-server with its own drafts by the head (`--spec-type draft-mtp`), if there is one. With
+`--ngrams` also the given model itself, which drafts by n-grams: on prose sampled at 0.8, and on random words,
+after which its greedy answers repeat themselves.
 
 The model's attention and feed-forward network are computed and add nothing, so the next token is a function
 of the last one. Its head passes the embedding on and has a token table of its own, where a part of the rows
@@ -9,6 +11,7 @@ is another token's: of those it is wrong. On a GPU: `sh FOLDER/measure.sh OUT --
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +27,7 @@ from bench.load import run_load
 from bench.peers import ServerSettings, cllm_peer, llama_server_peer, log_folder, running
 from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, single_requests
-from bench.workloads.text import words
+from bench.workloads.text import prose, words
 
 STREAMS, CELLS, PROMPT_WORDS = (1, 2, 4, 8), 1024, 24
 EXPERTS = 2
@@ -107,10 +110,14 @@ def measure(
     threads: int = 0,
     logs: Path | None = None,
     llama_server: Path | None = None,
+    *,
+    drafter: str = "mtp",
+    text: Callable[[str, int], str] = words,
+    temperature: float = 0.0,
 ) -> None:
     """Print tokens per second with drafts over those without, and over llama-server's, by streams."""
     settings = ServerSettings(model, max(STREAMS), max(STREAMS) * CELLS, threads)
-    peer = cllm_peer(settings, None, OpenAIApi(), ("--draft", "mtp"))
+    peer = cllm_peer(settings, None, OpenAIApi(), ("--draft", drafter))
     with ExitStack() as stack, log_folder(logs) as folder:
         server = stack.enter_context(running(peer, folder / "mtp.log"))
         plain = replace(server, peer=replace(peer, api=OpenAIApi(speculate=False)))
@@ -121,16 +128,17 @@ def measure(
         for streams in STREAMS:
             rates: dict[str, list[float]] = {label: [] for label in servers}
             for number in range(-1, rounds):  # the first one warms up
-                texts = [words(f"{streams} {number} {each}", PROMPT_WORDS) for each in range(streams)]
+                texts = [text(f"{streams} {number} {each}", PROMPT_WORDS) for each in range(streams)]
                 for label in sorted(servers, reverse=number % 2 == 1):
                     # Not the same text, or it would be cached; the head is as often right about both.
-                    asked = [BenchRequest(f"{label} {text}", output, 0.0) for text in texts]
+                    asked = [BenchRequest(f"{label} {each}", output, temperature) for each in texts]
                     used = servers[label]
                     load = run_load(used.address, used.peer.api, single_requests("mtp", asked, streams))
                     assert not load.errors, load.errors[0]
                     if number >= 0:
                         rates[label].append(load.tokens_per_second)
-            shown = f"{model.stem}, {streams} streams: {median(rates['on']):.1f} tokens/s"
+            kind = f"{model.stem}, {text.__name__} at {temperature:g}"
+            shown = f"{kind}, {streams} streams: {median(rates['on']):.1f} tokens/s"
             for label in list(servers)[1:]:
                 ratios = sorted(on / off for on, off in zip(rates["on"], rates[label], strict=True))
                 spread = f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
@@ -146,8 +154,12 @@ def run(
     output: int,
     threads: int = 0,
     llama_server: Path | None = None,
+    *,
+    ngrams: bool = False,
 ) -> None:
     """Make and measure models of these sizes, LAYERSxWIDTH, with heads that are right for 0.6 and 0.8."""
+    for text, temperature in ((prose, 0.8), (words, 0.0)) if ngrams else ():
+        measure(vocabulary, rounds, output, threads, drafter="ngram", text=text, temperature=temperature)
     for size in sizes:
         layers, width = map(int, size.split("x"))
         for right in (0.8, 0.6):
@@ -164,8 +176,18 @@ def main(
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = 256,
     threads: Annotated[int, typer.Option()] = 0,
     llama_server: Annotated[Path | None, typer.Option()] = None,
+    ngrams: Annotated[bool, typer.Option(help="Drafts by n-grams, too")] = False,
 ) -> None:
-    run(vocabulary, size or ["24x1024"], folder, rounds, output, threads, llama_server)
+    run(
+        vocabulary,
+        size or ["24x1024"] * (not ngrams),
+        folder,
+        rounds,
+        output,
+        threads,
+        llama_server,
+        ngrams=ngrams,
+    )
 
 
 if __name__ == "__main__":

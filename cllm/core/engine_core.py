@@ -243,8 +243,7 @@ class EngineCore:
             return None
         now = time.perf_counter()
         self._ahead = following, self._guarded(partial(self.runner.submit, following))
-        rows = list(scheduler.scheduled.values())
-        scheduler.budget.charge_step(rows, rows)
+        scheduler.budget.charge_step(rows := [*scheduler.scheduled.values()], rows)
         return now
 
     def _report(self) -> None:
@@ -285,7 +284,8 @@ class EngineCore:
             **new,
             **work,  # type: ignore[arg-type]
         )
-        spent = scheduler.budget.take_spent() | self.embedding.budget.take_spent()
+        spent = scheduler.budget.spent | self.embedding.budget.spent
+        scheduler.budget.spent, self.embedding.budget.spent = {}, {}
         self._emit(messages.StepReport(outputs, stats, spent))
 
     @property

@@ -162,7 +162,7 @@ class PrefillBudget:
         self._sampling_credit_s = 0.0
         self.shares = TenantShares(self.CREDIT * target_s)
         self._several = False  # there were requests of several tenants at a time
-        self._spent: dict[str, float] = {}
+        self.spent: dict[str, float] = {}  # seconds of steps by request, where there are several; to be taken
 
     @property
     def max_step_s(self) -> float:
@@ -232,18 +232,13 @@ class PrefillBudget:
         self.charge_step(sequences, decoding, chunks)
         return shares
 
-    def take_spent(self) -> dict[str, float]:
-        """Seconds that requests took of steps since the last call, where there are several tenants."""
-        spent, self._spent = self._spent, {}
-        return spent
-
     def charge(self, spent: Iterable[tuple[Request, float]], *, beside: bool = True) -> None:
         """Note what a step takes; does it count for being ahead, too?"""
         found = list(spent)
         if beside:
             self.shares.charge((request.tenant, seconds) for request, seconds in found)
         for request, seconds in found:
-            self._spent[request.id] = self._spent.get(request.id, 0.0) + seconds
+            self.spent[request.id] = self.spent.get(request.id, 0.0) + seconds
 
     def charge_step(
         self, running: List[Sequence], decoding: List[Sequence], chunks: Iterable[tuple[Sequence, int]] = ()

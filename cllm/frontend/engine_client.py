@@ -295,7 +295,7 @@ class EngineClient:
                     self.metrics.inter_token.observe(now - state.last_token)
                 state.last_token = now
                 state.add_tokens(output)
-                changed |= state.crashes > 0 and state.clear_by_progress()
+                changed |= state.ending or (state.crashes > 0 and state.clear_by_progress())
                 state.tenant.charge(count, now)
                 generated += count
             if output.finish_reason is not None:

@@ -54,6 +54,11 @@ class RequestState(ResumableRequest):
     last_token: float | None = None
     trace: Trace | None = None  # of the HTTP request it is a part of
 
+    @property
+    def ending(self) -> bool:
+        """Its next token is the last one: its slot is free when another request has come there."""
+        return 0 < self.generated >= self.request.max_tokens - 1
+
     def pay(self, seconds: float) -> None:
         """It took seconds of steps: what was paid before counts first."""
         used = min(self.prepaid_s or 0.0, seconds)
@@ -93,9 +98,9 @@ class RequestQueue:
 
     While one tenant is alone, the engine is given a few more requests than it can run, so that a freed slot
     has a successor in the very next step. With several, it is given as many as it can run, because order
-    cannot change in the engine. Of those places a tenant keeps, for some seconds after its last request, as
-    many as it used lately, up to its share by weight and unless it has had more than the others: its next
-    request need not wait for the end of another tenant's.
+    cannot change in the engine; one whose next token is its last does not count. Of those places a tenant
+    keeps, for some seconds after its last request, as many as it used lately, up to its share by weight and
+    unless it has had more than the others: its next request need not wait for another tenant's.
 
     A request that must run alone (it was in two crashes of the engine) goes when the engine is empty. Until
     it has run, nothing else goes, generation or embedding: so it waits only for what is in the engine.
@@ -274,7 +279,8 @@ class RequestQueue:
             return None
         if len(self.tenants.active) == 1:
             return queue.pop(now)
-        if (free := sequences - queue.running) <= 0:
+        ending = sum(state.ending for state in self._engine.values())
+        if (free := sequences - queue.running + ending) <= 0:
             return None
         return queue.pop(now, free, self.tenants.kept_places(sequences))
 
@@ -514,10 +520,9 @@ class FairQueue:
     def _is_allowed(self, tenant: Tenant, free: int, kept: Mapping[Tenant, int]) -> bool:
         """Places are kept only from tenants that have had at least as much.
 
-        Else many small requests would keep theirs while few large ones take the machine. Where none are free
-        it goes beyond the limit, for a tenant with a kept one.
+        Else many small requests would keep theirs while few large ones take the machine.
         """
-        if not free:
+        if not free:  # they alone go beyond the limit
             return tenant in kept
         start_tag = self._tenants.start_tag
         tag = start_tag(tenant)

@@ -135,6 +135,22 @@ def test_what_the_engine_has_no_slot_for_waits(clock: Clock) -> None:
     assert line.queue.without_slot[0] == 4, "an embedding needs no slot"
 
 
+def test_a_slot_that_is_about_to_be_free_has_a_successor(clock: Clock) -> None:
+    """With several tenants, too: where the next token of a request is its last one."""
+    line = Line(sequences=2)
+    for tenant in ("a", "b", "a", "b"):
+        line.ask(tenant)
+    first, second = line.feed()
+    line.generate(first, 98, 0.0)
+    assert not line.feed()
+    line.generate(first, 1, 0.0)
+    assert len(line.feed()) == 1 and not line.feed()
+    line.finish(first, 1)
+    assert not line.feed(), "it has its place"
+    line.finish(second)
+    assert len(line.feed()) == 1
+
+
 def test_a_tenant_embeds_though_another_has_all_places(clock: Clock) -> None:
     line = Line()
     for _ in range(MAX_EMBEDDING_REQUESTS + 2):
