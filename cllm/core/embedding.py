@@ -103,8 +103,7 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
         self._scheduled = {}
         if not self.has_work or not self._opened():
             return None
-        # Decoding sequences have no token in this batch: what counts is whether one waits for it.
-        room = max(1, self.budget.prefill_tokens(int(self._decoding() > 0)))
+        room = max(1, self.budget.prefill_tokens(0, waited=self._decoding() > 0))
         if self._long is None:
             picked = self._pick(room)
             job, index = picked[0]

@@ -325,14 +325,15 @@ class PrefillBudget:
         sampling_s: float = 0.0,
         prompts: List[tuple[int, int] | PromptPart] = (),
         streamed: bool = True,
+        waited: bool = False,
     ) -> int:
         """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.
 
-        Those hold `context` cells together and take `sampling_s`; where none of them is `streamed`, no
-        client waits for a token. `prompts`: the position and the tokens left of each, in their order.
+        Those hold `context` cells and take `sampling_s`; where none is `streamed`, no client waits for them.
+        `waited`: by streams without a token in it. `prompts`: position and tokens left of each, in order.
         """
         room = self.batch_tokens - decoding
-        if (decoding == 0 and not self.waited_for) or room <= 0:
+        if (decoding == 0 and not (waited or self.waited_for)) or room <= 0:
             return max(0, room)
         step, measured = self.cost.step, self.cost.largest_prefill
         first = self.first_chunk + get_offset(decoding, split=self.cost.split)

@@ -58,7 +58,7 @@ class Spied(FakeRunner):
         return "".join(batch.kind.value[0] for batch in self.batches)
 
 
-class Timed(FakeRunner):
+class Timed(Spied):
     """Each step takes a tenth of a second."""
 
     def collect(self) -> StepResult:
@@ -94,6 +94,17 @@ def test_short_requests_do_not_wait_for_all_long_ones() -> None:
     driver.run()
     for name in (*long, short):
         check(driver, name)
+
+
+def test_long_inputs_beside_a_stream_are_not_computed_in_single_tokens() -> None:
+    driver = StepDriver(Timed(batch_tokens=256))  # in whole tiles: the stream has no row in their steps
+    stream = generate(driver, b"stream", 150)
+    name = driver.embed(*texts(3, 240))
+    driver.run()
+    sizes = [batch.token_count for batch in driver.runner.inner.batches if batch.kind.value == "embed"]
+    assert sum(sizes) == 720 and len(sizes) < 20 and {64, 128, 192} & {*sizes}, sizes
+    for each in (name, stream):
+        check(driver, each)
 
 
 def test_tenants_share_the_batches_of_embeddings() -> None:
