@@ -97,11 +97,11 @@ def test_short_requests_do_not_wait_for_all_long_ones() -> None:
 
 
 def test_long_inputs_beside_a_stream_are_not_computed_in_single_tokens() -> None:
-    driver = StepDriver(Timed(batch_tokens=256))  # in whole tiles: the stream has no row in their steps
+    driver = StepDriver(runner := Timed(batch_tokens=256))  # whole tiles: a stream has no row in them
     stream = generate(driver, b"stream", 150)
     name = driver.embed(*texts(3, 240))
     driver.run()
-    sizes = [batch.token_count for batch in driver.runner.inner.batches if batch.kind.value == "embed"]
+    sizes = [batch.token_count for batch in runner.batches if batch.kind.value == "embed"]
     assert sum(sizes) == 720 and len(sizes) < 20 and {64, 128, 192} & {*sizes}, sizes
     for each in (name, stream):
         check(driver, each)
