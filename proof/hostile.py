@@ -82,16 +82,29 @@ class PlainStreams:
         return max(gap for gap, _ in self.gaps), max(gap for _, gap in self.gaps)
 
 
-def send(url: str, key: str, seed: int, numbers: Sequence[int], limit_s: float) -> dict[str, int]:
+_taken: Any = None  # how many requests have been taken, by all senders
+
+
+def share_count(taken: Any) -> None:
+    global _taken
+    _taken = taken
+
+
+def take() -> int:
+    """The number of the next request: a sender whose answers take long leaves the others to the rest."""
+    with _taken.get_lock():
+        _taken.value += 1
+        return int(_taken.value) - 1
+
+
+def send(url: str, key: str, seed: int, count: int, limit_s: float) -> dict[str, int]:
     """Send requests one after another until the time is over; how often each status came."""
     found: Counter[str] = Counter()
     previous = PREVIOUS  # the last stored response: chains of them grow
     requests, deadline = HostileRequests(seed), time.monotonic() + limit_s
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     with httpx.Client(base_url=url, headers=headers, timeout=4 * PATIENCE_S, trust_env=False) as client:
-        for number in numbers:
-            if time.monotonic() > deadline:
-                break
+        while (number := take()) < count and time.monotonic() < deadline:
             method, path, body = requests.make(number)
             try:
                 answer = client.request(method, path, content=body.replace(PREVIOUS, previous))
@@ -105,9 +118,9 @@ def send(url: str, key: str, seed: int, numbers: Sequence[int], limit_s: float) 
 
 def send_all(url: str, key: str, seed: int, count: int, limit_s: float) -> Counter[str]:
     """Send all from processes of their own, so that what is measured here waits for none of it."""
-    shares = [range(first, count, SENDERS) for first in range(SENDERS)]
-    with multiprocessing.get_context("spawn").Pool(SENDERS) as pool:
-        asked = [pool.apply_async(send, (url, key, seed, share, limit_s)) for share in shares]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(SENDERS, share_count, (context.Value("i", 0),)) as pool:
+        asked = [pool.apply_async(send, (url, key, seed, count, limit_s)) for _ in range(SENDERS)]
         return sum((Counter(each.get(limit_s + 5 * PATIENCE_S)) for each in asked), Counter[str]())
 
 
