@@ -49,7 +49,7 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
 
     A batch takes inputs of the tenant first that has had least, and of the request whose next one is the
     shortest; but every second batch begins with the request that has waited longest. One input at a time may
-    be longer than a step: it is computed in chunks, and the others wait.
+    be longer than a step: it is computed in chunks, the others wait. Streams do not, at whatever price of it.
     """
 
     streams = False

@@ -136,10 +136,10 @@ class EngineCore:
         self.cache_calls = CacheCalls(self.scheduler.prefix_cache, self.disk, emit)
         self._adapter_calls = AdapterCalls(runner, self.preparation, self.scheduler.live.values, emit)
         self._interrupt = StepInterrupt(runner)
-        smallest = PrefillBudget.MIN_CHUNK
+        first = PrefillBudget.MIN_CHUNK
         self.embedding = EmbeddingScheduler(
             runner,
-            make_budget(limits.embed.batch_tokens, cost=StepCostModel(split=False), first_chunk=smallest),
+            PrefillBudget(limits.embed.batch_tokens, target_s, StepCostModel(split=False), first_chunk=first),
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
