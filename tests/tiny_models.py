@@ -322,7 +322,7 @@ def add_attention_metadata(
     key: int = HEAD_WIDTH,
     value: int = HEAD_WIDTH,
     rotated: int = HEAD_WIDTH,
-    feed_forward: int | list[int] = FEED_FORWARD,
+    feed_forward: int = FEED_FORWARD,
 ) -> None:
     """Add the hyperparameters that the architectures with attention share."""
     writer.add_feed_forward_length(feed_forward)

@@ -31,24 +31,23 @@ class MediaGroup(StepGroup[Sequence]):
 
     def schedule(self) -> Batch | None:
         self._scheduler.check_positions()
-        reached = [each for each in self._scheduler.running.values() if each.span is not None]
+        running = list(self._scheduler.running.values())
+        reached = sorted((each for each in running if each.span is not None), key=attrgetter("arrival"))
         if not reached:
             return None
-        reached.sort(key=attrgetter("arrival"))
         first = reached[0]
-        if first.span is not None and not first.span.causal:
-            return Batch((first.row(first.computable),), BatchKind.MEDIA, adapter=first.adapter)
-        causal = [each for each in reached if each.span is not None and each.span.causal]
-        members = [each for each in causal if each.adapter == first.adapter]
-        waiting = [each for each in self._scheduler.running.values() if each not in reached]
-        room = self.budget.prefill_tokens(
-            int(bool(waiting)),  # they have no token in this batch: what counts is whether one waits for it
-            prompts=[PromptPart(each.num_computed, each.computable) for each in members],
-            streamed=any(each.request.streamed for each in waiting),
-        )
-        parts = divide(room, [each.computable for each in members])
-        rows = [each.row(part) for each, part in zip(members, parts, strict=False) if part]
-        rows.sort(key=attrgetter("seq_id"))
+        members, parts = [first], [first.computable]
+        if first.span is not None and first.span.causal:
+            causal = [each for each in reached if each.span is not None and each.span.causal]
+            members = [each for each in causal if each.adapter == first.adapter]
+            waiting = [each for each in running if each not in reached]
+            streamed = any(each.request.streamed for each in waiting)
+            prompts = [PromptPart(each.num_computed, each.computable) for each in members]
+            room = self.budget.prefill_tokens(0, prompts=prompts, streamed=streamed, waited=bool(waiting))
+            parts = divide(room, [each.computable for each in members])
+        chunks = [(each, part) for each, part in zip(members, parts, strict=False) if part]
+        self._scheduler.budget.charge_step(running, [], chunks)
+        rows = sorted((each.row(part) for each, part in chunks), key=attrgetter("seq_id"))
         return Batch(tuple(rows), BatchKind.MEDIA, adapter=first.adapter)
 
     def still_scheduled(self, batch: Batch) -> Batch:

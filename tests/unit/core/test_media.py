@@ -59,6 +59,19 @@ def test_pictures_and_text_are_computed_in_turn(causal: bool, unified: bool) -> 
     assert together > 1 if causal else together == 1, "one that is not causal is alone"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_pictures_are_charged_for(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a tenant that sends pictures would have them for nothing."""
+    driver, charged = StepDriver(FakeRunner()), []
+    monkeypatch.setattr(
+        driver.scheduler.budget, "charge_step", lambda running, decoding, chunks=(): charged.extend(chunks)
+    )
+    prompt, media = make_prompt("Look at ", ("a", 20), " this.", causal=causal)
+    driver.add_media(prompt, media, 4)
+    driver.finish()
+    assert sum(part for _, part in charged) == len("Look at ") + 20 + len(" this.")
+
+
 def test_causal_chunks_keep_the_target_beside_streams() -> None:
     driver = StepDriver(FakeRunner(batch_tokens=512, cells=8192))
     stream = driver.add(words(0, 5), 200, ignore_eos=True)
