@@ -80,7 +80,7 @@ def kinds(number: int) -> Mapping[str, Mapping[str, Any]]:
 
 
 class PlainStream:
-    """A greedy stream of `/v1/completions`, and when each of its tokens came, by a clock."""
+    """Greedy answers of `/v1/completions`, one after another, and when each token came, by a clock."""
 
     def __init__(self, url: str, clock: Clock = time.perf_counter) -> None:
         self.url = url
@@ -88,15 +88,18 @@ class PlainStream:
         self.times: list[float] = []
 
     def read(self, tokens: int, stopped: Event | None = None) -> None:
-        """Read it to its end, or until it is stopped."""
+        """Read one answer, or answers until it is stopped: costly requests take as long as they take."""
         body = {"prompt": PROSE, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        with CLIENT.stream("POST", f"{self.url}/v1/completions", json=body) as response:
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self.times.append(self._clock())
-                if stopped is not None and stopped.is_set():
-                    return
+        while True:
+            with CLIENT.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.times.append(self._clock())
+                    if stopped is not None and stopped.is_set():
+                        return
+            if stopped is None:
+                return
 
     @property
     def tokens_per_s(self) -> float:

@@ -15,6 +15,7 @@ from cllm.cli.main import app
 from cllm.testing import say
 from tests.driver.server import Server, environment, wait_for
 from tests.driver.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, TAB, Terminal
+from tests.tiny_models import make_dense
 
 PROMPT = ">>>"
 STATS = "first token"
@@ -239,9 +240,10 @@ def test_run_uses_the_server_that_runs_and_says_which(scripted: Server) -> None:
         assert terminal.wait_closed() == 0
 
 
-def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_is_loaded_here(tmp_path: Path) -> None:
+    model = make_dense(tmp_path / "dense.gguf", context=65536)  # no answer is through before it is stopped
     with Terminal(
-        "chat", str(tiny_model), "--local", "--ctx-size", "512", XDG_STATE_HOME=str(tmp_path)
+        "chat", str(model), "--local", "--ctx-size", "65536", XDG_STATE_HOME=str(tmp_path)
     ) as terminal:
         terminal.expect("dense (loaded here)")
         terminal.expect(PROMPT)
@@ -249,12 +251,12 @@ def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
         terminal.expect(PROMPT)
         terminal.send("hello")
         terminal.expect("8 tokens, ")
-        terminal.expect("of 512")
+        terminal.expect("of 65,536")
         terminal.expect(PROMPT)
         terminal.send("/model /nonsense.gguf")
         terminal.expect("cllm: there is no model file")
         terminal.expect(PROMPT)
-        terminal.send("/set max_tokens 400")
+        terminal.send("/set max_tokens 65000")
         terminal.expect(PROMPT)
         terminal.send("again")
         terminal.expect("again\n")
