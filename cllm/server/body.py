@@ -45,6 +45,7 @@ Name = Annotated[str, Meta(max_length=256)]
 MetadataText = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)]
 ModelName = Name | None
+Timeout = Annotated[float, Meta(ge=0.001, le=86400)] | None  # seconds, from arrival to the last token
 TokenId = Annotated[int, Meta(ge=0)]
 TokenLimit = Annotated[int, Meta(ge=-1)]
 """A number of tokens to generate. -1 stands for as many as fit."""

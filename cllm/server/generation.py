@@ -16,12 +16,11 @@ from msgspec.structs import force_setattr
 from cllm.adapters import AdapterScale
 from cllm.errors import InvalidRequest
 from cllm.limits import MAX_BIASES, MAX_OPTIONS, MAX_RECONNECT_S
-from cllm.server.body import Body, SourceText, StopText, TokenId
+from cllm.server.body import Body, SourceText, StopText, Timeout, TokenId
 from cllm.types import MAX_INT32, SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_PRIORITY = 100
 BATCH_PRIORITY = -MAX_PRIORITY - 1  # of a batch's lines: below that of any client
-MIN_TIMEOUT_S = 0.001
 INT64: dict[str, Any] = {"ge": -(2**63), "le": 2**63 - 1}
 
 Grammar = Annotated[str, Meta(min_length=1, pattern="^[^\0]*$")]
@@ -80,7 +79,7 @@ class GenerationBody(SamplingParams, Body, frozen=True, kw_only=True):
     form: ClassVar[str] = ""
 
     stream: bool = False
-    timeout: Annotated[float, Meta(ge=MIN_TIMEOUT_S, le=86400)] | None = None
+    timeout: Timeout = None
     priority: Annotated[int, Meta(**INT64)] = 0
     reconnect_s: Annotated[float, Meta(ge=0, le=MAX_RECONNECT_S)] | None = None
     cache_prompt: bool = True

@@ -45,7 +45,7 @@ async def use_engine(
     """
     registry = get_registry(http)
     model, http.scope["state"]["adapter"] = registry.find_adapter(name or http.query_params.get("model"))
-    http.scope["state"]["model"] = name or model.name
+    http.scope["state"] |= {"model": name or model.name, "timeout_s": timeout_s}
     if model.open:
         lease = await registry.use(model)
     else:

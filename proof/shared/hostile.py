@@ -27,7 +27,7 @@ SHORT: dict[str, Any] = {
     "max_tokens": 2,
     "n_predict": 2,
     "max_output_tokens": 2,
-    "options": {"num_predict": 2},
+    "options": {"num_predict": 2, "timeout": 20},
     "timeout": 20,
 }
 SCHEMA_FIELDS = {

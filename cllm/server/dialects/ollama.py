@@ -254,7 +254,7 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
     keep_alive(http, body.model, body.keep_alive)
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.options.timeout)
     check_embeds(engine, body.dimensions, pooled=False)
     vectors: Sequence[Any] = []
     count = 0
@@ -272,7 +272,7 @@ async def embed_texts(body: shapes.OllamaEmbedBody, http: HttpRequest) -> shapes
 async def embed_text(body: shapes.OllamaEmbeddingsBody, http: HttpRequest) -> shapes.OldEmbedAnswer:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.options.timeout)
     if not body.prompt:
         return shapes.OldEmbedAnswer([])
     found = await _embed(engine, [body.prompt], "prompt", http, truncate=True)

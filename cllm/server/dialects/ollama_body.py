@@ -17,7 +17,7 @@ from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
 from cllm.limits import MAX_INPUTS, MAX_MESSAGES, MAX_TOOLS
-from cllm.server.body import Body
+from cllm.server.body import Body, Timeout
 from cllm.server.dialect import encode_line
 from cllm.server.dialects.openai import bodies
 from cllm.server.dialects.openai.chat import ChatTokenLogprob
@@ -247,9 +247,16 @@ class OllamaGenerateBody(OllamaAnswerBody, kw_only=True):
         return chats.Conversation(messages=messages, pictures=builder.pictures, **self.thinking())
 
 
+class EmbedOptions(msgspec.Struct, Body, kw_only=True, frozen=True):
+    """Of the options of a generation, what embeddings take, too."""
+
+    timeout: Timeout = None
+
+
 class OllamaEmbedBody(OllamaBody, kw_only=True):
     """`POST /api/embed`."""
 
+    options: EmbedOptions = EmbedOptions()
     input: str | Annotated[tuple[InputText, ...], Meta(max_length=MAX_INPUTS)]
     truncate: bool = True
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -264,6 +271,7 @@ class OllamaEmbedBody(OllamaBody, kw_only=True):
 class OllamaEmbeddingsBody(OllamaBody, kw_only=True):
     """`POST /api/embeddings`, the older form of `/api/embed`."""
 
+    options: EmbedOptions = EmbedOptions()
     prompt: str = ""
     keep_alive: KeepAlive = None
 

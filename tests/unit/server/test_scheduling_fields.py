@@ -197,6 +197,23 @@ def test_embeddings_count_for_the_tenant_of_the_key(path: str, field: str) -> No
     with_server(asked, api_key="secret")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "hello", "timeout": 30}),
+        ("/embedding", {"content": "hello", "timeout": 30}),
+        ("/api/embed", {"model": "fake", "input": "hello", "options": {"timeout": 30, "num_ctx": 9}}),
+        ("/api/embeddings", {"model": "fake", "prompt": "hello", "options": {"timeout": 30}}),
+    ],
+)
+def test_embeddings_have_a_time_limit(path: str, body: dict[str, Any]) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
+        assert (await client.post(path, json=body)).status_code == 200
+        assert [request.timeout_s for request in requests] == [30.0]
+
+    with_server(asked)
+
+
 def test_queue_position_is_told_and_a_full_queue_refuses() -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
         body = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True}

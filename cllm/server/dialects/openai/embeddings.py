@@ -22,7 +22,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.limits import MAX_INPUTS
 from cllm.messages import TokenizePairs, TokenizeTexts, TokenLists
-from cllm.server.body import Body, ModelName, Name, TokenId
+from cllm.server.body import Body, ModelName, Name, Timeout, TokenId
 from cllm.server.dialects.cllm import cllm
 from cllm.server.dialects.llama_body import has_tokens, split_inputs
 from cllm.server.dialects.llama_server import llama_server
@@ -86,10 +86,16 @@ def check_inputs(field: str, value: Any) -> None:
         raise ValueError(f"{field}: at most {MAX_INPUTS} inputs; a list in it has token ids")
 
 
-class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
-    """`POST /v1/embeddings`."""
+class InputsBody(msgspec.Struct, Body, kw_only=True):
+    """What all of these routes take."""
 
     model: ModelName = None
+    timeout: Timeout = None
+
+
+class EmbeddingsBody(InputsBody, kw_only=True):
+    """`POST /v1/embeddings`."""
+
     user: User = None
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
@@ -99,12 +105,11 @@ class EmbeddingsBody(msgspec.Struct, Body, kw_only=True):
         check_inputs("input", self.input)
 
 
-class LlamaEmbeddingBody(msgspec.Struct, Body, kw_only=True):
+class LlamaEmbeddingBody(InputsBody, kw_only=True):
     """`POST /embedding`, as llama-server has it."""
 
     ALIASES = {"content": ("content", "input")}
 
-    model: ModelName = None
     content: Input
     embd_normalize: Annotated[int, Meta(ge=-1, le=64)] = 2
 
@@ -119,12 +124,11 @@ class DocumentBody(msgspec.Struct, Body, kw_only=True):
 Documents = Annotated[tuple[InputText | DocumentBody, ...], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
-class RerankBody(msgspec.Struct, Body, kw_only=True):
+class RerankBody(InputsBody, kw_only=True):
     """`POST /v1/rerank`."""
 
     ALIASES = {"documents": ("documents", "texts")}
 
-    model: ModelName = None
     user: User = None
     query: InputText
     documents: Documents
@@ -134,10 +138,9 @@ class RerankBody(msgspec.Struct, Body, kw_only=True):
     return_text: bool = False
 
 
-class ScoreBody(msgspec.Struct, Body, kw_only=True):
+class ScoreBody(InputsBody, kw_only=True):
     """`POST /v1/score`."""
 
-    model: ModelName = None
     user: User = None
     text_1: InputText | InputTexts
     text_2: InputText | InputTexts
@@ -282,10 +285,17 @@ async def embed(
     engine: EngineClient, inputs: TokenizedInputs, http: HttpRequest
 ) -> tuple[Sequence[bytes], EmbeddingUsage]:
     """The embeddings of inputs in their order."""
-    if name := http.scope["state"].get("adapter"):
+    state = http.scope["state"]
+    if name := state.get("adapter"):
         raise InvalidRequest(f"model: embeddings are computed without adapters: leave out ':{name}'", "model")
-    tenant, priority = http.scope["state"]["tenant"].name, http.scope["state"].get("priority", 0)
-    request = Request(id=uuid.uuid4().hex, max_tokens=0, embed=inputs, tenant=tenant, priority=priority)
+    request = Request(
+        id=uuid.uuid4().hex,
+        max_tokens=0,
+        embed=inputs,
+        timeout_s=state["timeout_s"],
+        tenant=state["tenant"].name,
+        priority=state.get("priority", 0),
+    )
     ((*_, last),) = await collect(engine, [engine.submit(request, AsyncOutputStream)], http)
     assert last.usage is not None and len(last.embeddings) == len(inputs)
     return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
@@ -342,7 +352,7 @@ async def score_pairs(
 @embeddings.post("/v1/embeddings", computes="embeddings")
 async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
     """Turn texts into embeddings of length 1."""
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.timeout)
     check_embeds(engine, body.dimensions)
     vectors, usage = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
     arrays = (to_vector(data, body.dimensions) for data in vectors)
@@ -356,7 +366,7 @@ async def embed_texts(body: EmbeddingsBody, http: HttpRequest) -> EmbeddingList:
 @llama_server.post("/embeddings", shown=False, computes="embeddings")
 async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[Any]:
     """Turn texts into embeddings, in llama-server's shape."""
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.timeout)
     length = check_embeds(engine, pooled=False)
     vectors, _ = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     norm = RAW if loaded(engine)[0].pooling is Pooling.NONE else body.embd_normalize
@@ -372,7 +382,7 @@ async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> list[A
 @llama_server.post("/reranking", shown=False, computes="rerank")
 async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[RankedInList]:
     """Order documents by how well they answer a query; needs a reranker."""
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.timeout)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     scores, usage = await score_pairs(engine, [body.query], texts, "documents", http)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
@@ -388,7 +398,7 @@ async def rerank(body: RerankBody, http: HttpRequest) -> RerankResponse | list[R
 @cllm.post("/score", shown=False, computes="score")
 async def score(body: ScoreBody, http: HttpRequest) -> ScoreResponse:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
-    engine = await use_engine(http, body.model)
+    engine = await use_engine(http, body.model, timeout_s=body.timeout)
     scores, usage = await score_pairs(engine, body.queries, body.documents, "text_2", http)
     return ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
