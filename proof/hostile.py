@@ -2,7 +2,8 @@
 
 Every field of every route at and beyond its limits, nested, repeated, escaped, from another tenant, to the
 embedded model on this machine. Four plain streams go on beside them, and a probe asks for `/health`. First
-the same without them: the worst gap of a stream may be 1.5 times that, and the inter-token target more.
+the same without them: the worst gap of a stream may be 1.5 times that, and the inter-token target more. The
+target is set: the default one may be exceeded where keeping it costs throughput.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def measure(count: int, seed: int, quiet_s: float, limit_s: float, *model: str) 
             name: add_key(folder / "keys.toml", name, admin=name == "admin")
             for name in ("admin", "plain", "hostile")
         }
-        settings = ("--parallel", "8", "--ctx-size", "8192", "--api-keys", str(folder / "keys.toml"))
+        settings = ["--parallel", "8", "--ctx-size", "8192", "--api-keys", str(folder / "keys.toml")]
+        settings += ["--target-itl-ms", f"{1000 * TARGET_S:.0f}"]
         with Server(folder / "log", *model, *settings, CLLM_LOG_LEVEL="info") as server:
             server.client.headers["authorization"] = f"Bearer {keys['admin']}"
             server.generate(PROSE, 4)
@@ -180,7 +182,7 @@ def make_evidence(found: dict[str, Any], count: int) -> Evidence:
         about=(
             f"{count:,} requests of one tenant, every field of every route at and beyond its limits, nested, "
             f"repeated, escaped, beside {STREAMS} plain streams of another tenant and a probe of `/health`; "
-            "embedded model, 8 slots."
+            "embedded model, 8 slots, `--target-itl-ms 250`."
         ),
         bars=(
             Bar("requests", f"{count:,}", f"{sent:,}", sent >= count),
