@@ -175,9 +175,7 @@ class Stopping:
         """What is left to append, or the tokens that must come instead and need no sampling."""
         if due := self.due:
             return left if left == due else self._force(due)
-        if left or (grammar := self.grammar) is None:
-            return left
-        return self._force(grammar.forced())
+        return left if left or (grammar := self.grammar) is None else self._force(grammar.forced())
 
     def _force(self, tokens: Tokens[int]) -> list[int]:
         """None where the client wants to see every token's probability: they are sampled from masks."""

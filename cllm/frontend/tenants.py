@@ -148,12 +148,11 @@ class Tenants:
 
     def open(self, name: str) -> Tenant:
         """The account of a tenant, opened where it has none."""
-        if (known := self.accounts.get(name)) is not None:
-            return known
-        if len(self.accounts) >= self._forget_at:
-            self._forget()
-        tenant = self.accounts[name] = Tenant(name, self._limits.get(name, TenantLimits()))
-        return tenant
+        if name not in self.accounts:
+            if len(self.accounts) >= self._forget_at:
+                self._forget()
+            self.accounts[name] = Tenant(name, self._limits.get(name, TenantLimits()))
+        return self.accounts[name]
 
     def has_share(self, tenant: Tenant, held: int, size: int) -> bool:
         """False while `held` is less than its share of `size` by weight, among all keys and active tenants.

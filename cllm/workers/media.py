@@ -167,8 +167,7 @@ class MediaWorker:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
-                advice = "send fewer or smaller pictures"
-                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", advice)
+                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", "send smaller pictures")
                 rows |= found.rows
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
@@ -177,10 +176,8 @@ class MediaWorker:
         self, task: EncodeMedia, given: str, number: int, deadline: float
     ) -> tuple[Future[CachedRows], bool]:
         """The rows of a picture, as soon as they are there; and whether they are encoded for this task."""
-        if self._fetch is not None and is_address(given):
-            data = self._fetch(given, number, deadline)
-        else:
-            data = read_file(given, number)  # which refuses addresses
+        fetch = self._fetch if is_address(given) else None
+        data = fetch(given, number, deadline) if fetch else read_file(given, number)  # refuses addresses
         key = ("" if self._shared else task.tenant, hashlib.sha256(data).digest())
         future = Future[CachedRows]()
         with self._lock:
@@ -266,11 +263,10 @@ def is_sound(data: bytes) -> bool:
 
 
 def is_large(data: bytes) -> bool:
-    """Whether a file takes much memory when it is decoded: sound, or a picture with many pixels."""
-    if not is_sound(data):
-        with suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-            return opened.width * opened.height > limits.MAX_PIXELS // MEDIA_AT_ONCE
-    return True  # what cannot be read is refused after this
+    """Whether it may take much memory to decode a file: sound, or a picture with many pixels."""
+    with suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        return opened.width * opened.height > limits.MAX_PIXELS // MEDIA_AT_ONCE
+    return True
 
 
 def decode_picture(data: bytes, number: int = 1) -> Picture:
