@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,10 @@ def share_count(taken: Any) -> None:
     """Begin as a sender. Clients are elsewhere: these take only what the server leaves of the cores."""
     global _taken
     _taken = taken
+    os.setsid()  # Linux shares cores between sessions, and niceness counts within one, unless it is its own
     os.nice(NICENESS)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def take() -> int:
