@@ -16,7 +16,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +136,7 @@ class MediaWorker:
         self._shared = shared
         self._threads = threads
         self._lock = threading.Lock()  # of what is cached and pending
-        self._decoding_large = threading.Lock()  # a picture takes most memory then
+        self._decoding = threading.Lock()  # a picture takes most memory then
         self._encoding = threading.Lock()
         self._pending: dict[RowKey, Future[CachedRows]] = {}
         self._waiting: list[_Waiting] = []  # first come, first encoded
@@ -167,7 +167,8 @@ class MediaWorker:
                 found = future.result()
                 encoded += new
                 size += found.size * (not found.rows.keys() <= rows.keys())
-                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", "send smaller pictures")
+                advice = "send fewer or smaller pictures"
+                limits.check(size, limits.MAX_ROW_BYTES, "bytes of rows", "messages", advice)
                 rows |= found.rows
                 prompts.append(found.prompt)
         return EncodedMedia(tuple(prompts), rows, encoded)
@@ -190,7 +191,7 @@ class MediaWorker:
                 self._pending[key] = future
                 future.add_done_callback(partial(self._keep, key))
         try:
-            with self._decoding_large if is_large(data) else nullcontext():
+            with self._decoding:
                 media = self._encoder.tokenize([self._decode(data, number)], add_special=False)
         except BaseException as error:
             future.set_exception(error)
@@ -260,13 +261,6 @@ def is_sound(data: bytes) -> bool:
     """Whether a file begins as a WAV, FLAC or MP3 file does."""
     wave = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
     return wave or data[:4] == b"fLaC" or data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
-
-
-def is_large(data: bytes) -> bool:
-    """Whether it may take much memory to decode a file: sound, or a picture with many pixels."""
-    with suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-        return opened.width * opened.height > limits.MAX_PIXELS // MEDIA_AT_ONCE
-    return True
 
 
 def decode_picture(data: bytes, number: int = 1) -> Picture:

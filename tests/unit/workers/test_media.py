@@ -21,7 +21,7 @@ from cllm.core.kv_cache.disk_folder import CacheFolder
 from cllm.errors import InvalidRequest
 from cllm.messages import EncodedMedia, EncodeMedia
 from cllm.types import Prompt
-from cllm.workers.media import CachedRows, MediaWorker, RowCache, decode_picture, is_large, read_file
+from cllm.workers.media import CachedRows, MediaWorker, RowCache, decode_picture, read_file
 from tests.driver.media import make_file, make_picture, make_text
 from tests.driver.server import wait_for
 
@@ -69,24 +69,6 @@ def test_pictures_of_several_requests_are_encoded_together() -> None:
         answers = [future.result(10) for future in asked]
     assert encoder.batches == [(1, 2), (2, 4), (2, 4)], "with half of the threads beside streams"
     assert sum(each.encoded for each in answers if isinstance(each, EncodedMedia)) == encoder.closed == 5
-
-
-def test_small_pictures_are_decoded_together_and_large_ones_are_not() -> None:
-    both = threading.Barrier(2)
-
-    class Waiting(FakeEncoder):
-        def tokenize(self, parts: list[Picture], *, add_special: bool) -> Any:
-            both.wait(10)
-            return super().tokenize(parts, add_special=add_special)
-
-    encoder = Waiting()
-    encoder.may_go_on.set()
-    worker = MediaWorker(cast(MediaEncoder, encoder))
-    tasks = [EncodeMedia((make_text(make_file(number)),), "a") for number in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        assert all(isinstance(each, EncodedMedia) for each in pool.map(worker.perform, tasks))
-    large = {"small": make_file(), "8 million": bomb(2896, 2896), "more": bomb(2897, 2897), "sound": b"RIFF"}
-    assert [is_large(data) for data in large.values()] == [False, False, True, True]
 
 
 def test_the_row_cache_keeps_its_byte_limit() -> None:
