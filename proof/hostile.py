@@ -4,7 +4,7 @@ Every field of every route at and beyond its limits, nested, repeated, escaped, 
 embedded model on this machine. Four plain streams go on beside them, and a probe asks for `/health`. Then
 the same for as long without them, since the worst of more gaps is longer, and a machine may have neighbours:
 the worst gap of a stream may be 1.5 times that, and the inter-token target more. The target is set: the
-default one may be exceeded where keeping it costs throughput.
+default one may be exceeded where keeping it costs throughput. The engine has one thread, as in all tests.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def make_evidence(found: dict[str, Any], count: int) -> Evidence:
         about=(
             f"{count:,} requests of one tenant, every field of every route at and beyond its limits, nested, "
             f"repeated, escaped, beside {STREAMS} plain streams of another tenant and a probe of `/health`; "
-            "embedded model, 8 slots, `--target-itl-ms 250`."
+            "embedded model on one thread, 8 slots, `--target-itl-ms 250`."
         ),
         bars=(
             Bar("requests", f"{count:,}", f"{sent:,}", sent >= count),
