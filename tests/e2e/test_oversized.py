@@ -36,7 +36,7 @@ def test_oversized_prompts_at_once_are_refused_untokenised(embedded: Server, rou
             assert embedded.generate("hello", 1, ignore_eos=True)["generated_tokens"] == 1
     answers = [each.result() for each in asked]
     assert [answer.status_code for answer in answers] == [400] * CLIENTS
-    assert all(re.search(r"at least \d+ ", answer.text) for answer in answers)
+    assert [answer.text for answer in answers if not re.search(r"at least \d+ ", answer.text)] == []
     assert embedded.child("tokenizer") == worker, "it was not killed"
     assert cpu_s(worker) - before[0] < allowed_s
     assert cpu_s(embedded.process.pid) - before[1] < allowed_s
