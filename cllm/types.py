@@ -253,6 +253,18 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
         last = self.span_at(length - 1)
         return self.position(length) if last is None or not last.columns else self.position(last.begin) + 1
 
+    def places(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Positions of items of one span, or of text: their time, row, column, and one that is not used.
+
+        The rows of a picture with M-RoPE are all at one time.
+        """
+        span, position, items = self.span_at(begin), self.position(begin), np.arange(begin, end)
+        time = down = across = position + items - begin
+        if span is not None and span.columns:
+            down, across = position + np.stack(np.divmod(items - span.begin, span.columns))
+            time = np.full_like(down, position)
+        return np.stack((time, down, across, np.zeros_like(time)))
+
     def floor(self, length: int, cached: Collection[Span] | None = None) -> int:
         """The longest prefix of at most `length` items that cuts no span.
 

@@ -134,7 +134,9 @@ class Writer:
 
     def _type(self, text: str) -> str:
         """The name of a C type without the name that it declares."""
-        words = re.findall(r"\w+|\*", text.replace("const", " ").replace("unsigned char", "uint8_t"))
+        words = re.findall(
+            r"\w+|\*", re.sub("const|GGML_RESTRICT", " ", text).replace("unsigned char", "uint8_t")
+        )
         stars = words.count("*")
         words = [word for word in words if word not in ("*", "struct")]
         if words[0] == "enum":

@@ -6,7 +6,7 @@ do. The engine core knows nothing of llama.cpp and a runner knows nothing of req
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
@@ -28,16 +28,17 @@ class BatchKind(StrEnum):
     MEDIA = "media"
 
 
-class MediaRows(NamedTuple):
-    """Rows of embeddings that stand for consecutive parts of a picture or sound.
+TokenRows = Callable[[Sequence[int]], npt.NDArray[np.float32]]  # what a model's input has for tokens
 
-    Those of a picture with `columns` are all at one position, and differ by their place in it (M-RoPE).
-    Unless `causal` they are all of the picture: each attends to all of them.
+
+class MediaRows(NamedTuple):
+    """Rows of embeddings that stand for consecutive parts of pictures and sounds, and for text beside them.
+
+    Unless `causal` they are all of one picture: each attends to all of them.
     """
 
     rows: npt.NDArray[np.float32]  # one each, as wide as the model's input
-    first: int = 0  # place of the first one in the whole
-    columns: int = 0
+    places: npt.NDArray[np.int64] | None = None  # as `Prompt.places` has them; None beside tokens
     causal: bool = True
 
 
@@ -180,6 +181,7 @@ class ModelRunner(Protocol):
     asynchronous: bool = False  # `submit` returns before the device is done
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
     media_width: int = 0  # elements of a media row
+    token_rows: TokenRows | None = None  # None: text beside media takes a step of its own
     has_head: bool = False  # a layer of the model's that drafts (MTP): see `draft`
     draft_gaps: int = 0  # how often that lacked KV or a hidden row of a sequence
 

@@ -36,8 +36,8 @@ from cllm.build.toolchain import BuildError, cache_directory, log
 
 SAMPLING_SOURCE = Path(__file__).with_name("sampling.c")
 SAMPLING_NAME = "libcllm-sampling.so"  # in a folder of a library for every CPU
-ADAPTERS_SOURCE = Path(__file__).with_name("adapters.cpp")
-ADAPTERS_NAME = "libcllm-adapters.so"  # beside the library, whose layout of a context it was compiled for
+MEMBERS_SOURCE = Path(__file__).with_name("members.cpp")
+MEMBERS_NAME = "libcllm-members.so"  # beside the library, whose layout of a context it was compiled for
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 
 
@@ -265,10 +265,10 @@ def compile_sampling(compiler: str | None = None, folder: Path | None = None) ->
     log(f"sampling in C could not be compiled, so sampling is slower: {output.strip()}")
 
 
-def compile_adapters(library: Path, compiler: str | None = None) -> None:
-    """Compile the quick change of adapters beside a library, once. If it fails a line is printed."""
-    path = library / ADAPTERS_NAME
-    if path.exists() and path.stat().st_mtime >= ADAPTERS_SOURCE.stat().st_mtime:
+def compile_members(library: Path, compiler: str | None = None) -> None:
+    """Compile what reads llama.cpp's own members beside a library, once. If it fails a line is printed."""
+    path = library / MEMBERS_NAME
+    if path.exists() and path.stat().st_mtime >= MEMBERS_SOURCE.stat().st_mtime:
         return
     found = toolchain.find_compiler(cache_directory() / "tools", compiler)
     with _lock():
@@ -276,11 +276,11 @@ def compile_adapters(library: Path, compiler: str | None = None) -> None:
     folders = (f"-I{source / folder}" for folder in ("src", "include", "ggml/include"))
     flags = ("-std=c++17", "-O2", "-shared", "-fPIC", "-nostdlib", *folders)  # it calls nothing
     new = path.with_suffix(".new")
-    code, output = toolchain.run_command([*found.cxx, *flags, str(ADAPTERS_SOURCE), "-o", str(new)])
+    code, output = toolchain.run_command([*found.cxx, *flags, str(MEMBERS_SOURCE), "-o", str(new)])
     if code == 0:
         new.replace(path)
     else:
-        log(f"a change of adapters takes longer, since it could not be compiled: {output.strip()}")
+        log(f"adapters and pictures take longer, since members.cpp could not be compiled: {output.strip()}")
 
 
 def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> bool:
@@ -362,7 +362,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
         print(built, flush=True)
         if not chosen.portable:
             compile_sampling(chosen.compiler, built if chosen.variants else None)
-        compile_adapters(built, chosen.compiler)
+        compile_members(built, chosen.compiler)
         if plan is not None:
             jobs = chosen.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[plan.backend])
             print(_build_beside(plan, jobs, module.describe_time(plan.backend, jobs), force=chosen.force))

@@ -32,13 +32,13 @@ class MediaGroup(StepGroup[Sequence]):
     def schedule(self) -> Batch | None:
         self._scheduler.check_positions()
         running = list(self._scheduler.running.values())
-        reached = sorted((each for each in running if each.span is not None), key=attrgetter("arrival"))
+        reached = sorted((each for each in running if each.media_end), key=attrgetter("arrival"))
         if not reached:
             return None
         first = reached[0]
         members, parts = [first], [first.computable]
-        if first.span is not None and first.span.causal:
-            causal = [each for each in reached if each.span is not None and each.span.causal]
+        if first.spans[0].causal:
+            causal = [each for each in reached if each.spans[0].causal]
             members = [each for each in causal if each.adapter == first.adapter]
             waiting = [each for each in running if each not in reached]
             streamed = any(each.request.streamed for each in waiting)
@@ -58,7 +58,7 @@ class MediaGroup(StepGroup[Sequence]):
 
     @property
     def has_work(self) -> bool:
-        return any(each.span is not None for each in self._scheduler.running.values())
+        return any(each.media_end for each in self._scheduler.running.values())
 
     def _finish(self, member: Sequence, reason: FinishReason, *, error: Failure | None = None) -> None:
         self._scheduler._finish(member, reason, error=error)

@@ -136,7 +136,7 @@ class Scheduler(StepGroup[Sequence]):
             self._fail(sequence, errors.AdapterRefused("the adapter of this request is not loaded any more"))
         if request.prompt.spans:
             try:
-                sequence.check_media(self.runner.media_width, self.runner.limits.batch_tokens)
+                sequence.check_media(self.runner)
             except errors.CllmError as error:
                 self._fail(sequence, error)
 
@@ -162,8 +162,8 @@ class Scheduler(StepGroup[Sequence]):
         self.check_positions()
         # Media rows are of another kind: see `MediaGroup`.
         text = self.running
-        if any(sequence.span is not None for sequence in self.running.values()):
-            text = {slot: each for slot, each in self.running.items() if each.span is None}
+        if any(sequence.media_end for sequence in self.running.values()):
+            text = {slot: each for slot, each in self.running.items() if not each.media_end}
         scheduled = self.scheduled = self.turns.choose(text)
         if len(scheduled) < len(self.running) and self.runner.limits.rollback_tokens:
             self._settle([each for slot, each in self.running.items() if slot not in scheduled])
@@ -480,7 +480,7 @@ class Scheduler(StepGroup[Sequence]):
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing: none runs, and those waiting cannot start yet."""
-        tokens = any(sequence.span is None for sequence in self.running.values())
+        tokens = any(not sequence.media_end for sequence in self.running.values())
         return tokens or any(sequence.startable for sequence in self.waiting)
 
     @property

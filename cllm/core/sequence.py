@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import KVState, MediaRows, ModelRunner, Row
+from cllm.backend.base import KVState, MediaRows, ModelRunner, Row, TokenRows
 from cllm.core.drafts import DraftState, common_length
 from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.kv_cache.tiers import Entry
 from cllm.core.preparation import RequestParts
 from cllm.core.slot_pool import CellSegment, SlotLease
+from cllm.core.step_cost import TILE
 from cllm.core.stopping import Stopping
 from cllm.errors import EngineError, InvalidRequest
 from cllm.types import Request, Span, TokenLogprob, TokenMask, Usage, Vocabulary
@@ -32,6 +34,7 @@ class Sequence:
     def __init__(self, request: Request, capacity: int, arrival: int = 0) -> None:
         self.request = request
         self._media: dict[str, Rows] = {}  # rows of its pictures and sounds
+        self._token_rows: TokenRows | None = None
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
         self.tokens: list[int] = [*request.prompt.items, *request.generated_prefix]
@@ -78,15 +81,32 @@ class Sequence:
         return prompt.next_position(self.num_computed) if prompt.spans else self.num_computed
 
     @property
-    def span(self) -> Span | None:
-        """The picture or sound that its next item belongs to; None before text."""
-        prompt = self.request.prompt
-        return prompt.span_at(self.num_computed) if prompt.spans else None
+    def spans(self) -> Tokens[Span]:
+        """Pictures and sounds that are not computed yet, or not whole."""
+        return [span for span in self.request.prompt.spans if span.end > self.num_computed]
 
-    def check_media(self, width: int, batch_tokens: int) -> None:
-        """Read its rows of `width`. Raise unless they can be computed in steps of `batch_tokens`."""
-        request = self.request
+    @property
+    def media_end(self) -> int:
+        """Where a step of media rows ends at most that begins at its next item; 0 before text.
+
+        Less than a tile of text beside a causal picture goes with it where the runner can: a step less.
+        """
+        prompt, begin, end = self.request.prompt, self.num_computed, 0
+        if not prompt.spans or begin >= prompt.spans[-1].end:
+            return 0
+        for span in self.spans:
+            beside = TILE if span.causal and self._token_rows is not None else 0
+            if span.begin - max(begin, end) > beside or (end and not span.causal):
+                return end
+            end = span.end
+        left = len(prompt) - end
+        return end + left if left < beside and not self.stopping.masks else end
+
+    def check_media(self, runner: ModelRunner) -> None:
+        """Read its rows. Raise unless they can be computed in steps of this runner."""
+        request, width, batch_tokens = self.request, runner.media_width, runner.limits.batch_tokens
         row_bytes = width * np.dtype(np.float32).itemsize
+        self._token_rows = runner.token_rows if not request.prompt.adapter else None
         for span in request.prompt.spans:
             count, rows = span.end - span.begin, request.media.get(span.media)
             if rows is None or len(rows) != count * row_bytes:
@@ -138,7 +158,7 @@ class Sequence:
         """How many pending tokens may go into one step: none beyond a checkpoint or a border."""
         prompt, end = self.request.prompt, len(self.tokens)
         if prompt.spans or prompt.adapter_from or self.stops:
-            media = (border for span in prompt.spans for border in (span.begin, span.end))
+            media = [self.media_end or span.begin for span in self.spans]
             borders = (*media, prompt.adapter_from, *self.stops[:1], end)
             end = min(border for border in borders if border > self.num_computed)
         return end - self.num_computed
@@ -177,9 +197,8 @@ class Sequence:
         assert wants_output or not drafts
         tokens = self.tokens[begin:end]
         media = None
-        if (span := self.span) is not None:
-            rows = self._media[span.media][begin - span.begin : end - span.begin]
-            media = MediaRows(rows, begin - span.begin, span.columns, span.causal)
+        if self.media_end:
+            media = self._media_rows(begin, end)
         return Row(
             lease.seq_id,
             self.position,
@@ -192,6 +211,18 @@ class Sequence:
             request.prompt_logprobs,
             media,
         )
+
+    def _media_rows(self, begin: int, end: int) -> MediaRows:
+        """Rows of its items from `begin` to `end`: of pictures, and of text beside them."""
+        prompt, rows, places = self.request.prompt, [], []
+        borders = {border for span in self.spans for border in (span.begin, span.end) if begin < border < end}
+        for first, last in pairwise(sorted({begin, end} | borders)):
+            if (span := prompt.span_at(first)) is not None:
+                rows.append(self._media[span.media][first - span.begin : last - span.begin])
+            elif self._token_rows is not None:
+                rows.append(self._token_rows(self.tokens[first:last]))
+            places.append(prompt.places(first, last))
+        return MediaRows(np.concatenate(rows), np.concatenate(places, axis=1), self.spans[0].causal)
 
     def resume(self, vocabulary: Vocabulary) -> None:
         """Bring all that follows the answer to the end of what was delivered. Raises CllmError.

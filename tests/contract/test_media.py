@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cllm.backend.base import Batch, BatchKind, StepResult, StepStatus
+from cllm.backend.base import Batch, BatchKind, MediaRows, Row, StepResult, StepStatus
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.media import MediaEncoder, Picture, PromptText, Rows, Sound
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.runner import LlamaRunner
+from cllm.backend.llama.token_rows import find_token_rows
 from cllm.config import EngineConfig
 from cllm.errors import InvalidRequest, ModelFileError
 from cllm.types import make_pseudo_ids
@@ -88,6 +90,24 @@ def test_chunks_of_causal_rows_add_up(encoder: MediaEncoder, runner: LlamaRunner
     whole = compute(runner, prompt, rows)
     runner.remove(0)
     assert np.allclose(compute(runner, prompt, rows, chunk=5), whole, atol=TIE)
+
+
+def test_text_beside_a_picture_goes_with_it(encoder: MediaEncoder, runner: LlamaRunner) -> None:
+    """Its tokens as rows, in one batch with those of the picture: the logits of three batches."""
+    prompt, rows = encode(encoder, "Look at ", make_picture(1), QUESTION[1])
+    (span,), end = prompt.spans, len(prompt)
+    expected = compute(runner, prompt, rows)
+    runner.remove(0)
+    table = find_token_rows(runner, runner._model)
+    assert runner.next_position(0) == 0 and (table is None) != span.causal, "Gemma scales tokens, but no rows"
+    if table is None:
+        return
+    parts = table(prompt.items[: span.begin]), rows[span.media], table(prompt.items[span.end :])
+    borders = itertools.pairwise(sorted({0, span.begin, span.end, end}))
+    places = np.concatenate([prompt.places(*pair) for pair in borders], axis=1)
+    row = Row(0, 0, prompt.items, 1, None, media=MediaRows(np.concatenate(parts), places))
+    assert runner.decode((row,)) == 0
+    assert np.allclose(runner.logits(1)[0], expected, atol=TIE)
 
 
 def test_a_saved_picture_is_restored(encoder: MediaEncoder, runner: LlamaRunner) -> None:
@@ -216,6 +236,7 @@ def test_answers_under_load_are_those_alone(encoder: MediaEncoder, files: MediaM
         alone.append(driver.finish()[name].tokens)
         driver.runner.close()
     runner = open_media_runner(files, unified=True, sequences=4, cells=256, batch_tokens=32)
+    runner.token_rows = find_token_rows(runner, runner._model)  # those alone compute text as tokens
     driver = StepDriver(runner, cache_mb=16)
 
     def fail(number: int, _: Batch) -> StepResult | None:

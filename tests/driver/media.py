@@ -117,7 +117,7 @@ def media_row(prompt: Prompt, rows: Mapping[str, Rows], begin: int, end: int, se
     if span is not None:
         first = begin - span.begin
         values = rows[span.media][first : end - span.begin]
-        media = MediaRows(values, first, span.columns, span.causal)
+        media = MediaRows(values, prompt.places(begin, end), span.causal)
     return Row(seq_id, prompt.position(begin), prompt.items[begin:end], 0, None, media=media)
 
 

@@ -41,6 +41,7 @@ class CheckedRunner(ModelRunner):
         self.info, self.limits, self.vocabulary = inner.info, inner.limits, inner.vocabulary
         self.adapters = inner.adapters
         self.media_width, self.has_head = inner.media_width, inner.has_head
+        self.token_rows = inner.token_rows
         self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
         self.batches: list[Batch] = []
         self.samplers: list[Sampler] = []

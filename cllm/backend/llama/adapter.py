@@ -6,15 +6,13 @@ import ctypes
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from cllm.adapters import Adapter, split_key
 from cllm.backend.llama.gguf import TENSOR_TYPES, GgufFile, GgufHeader, Tensor
-from cllm.backend.llama.library import Owned, find
+from cllm.backend.llama.library import Owned, load_members
 from cllm.backend.llama.model import LlamaModel
-from cllm.build.build import ADAPTERS_NAME
 from cllm.errors import AdapterRefused, ModelFileError
 
 A, B = ".lora_a", ".lora_b"
@@ -31,7 +29,7 @@ class LlamaAdapters:
         self._loaded: dict[str, Owned] = {}
         self.sizes: dict[str, int] = {}  # bytes, by digest
         self.key = ""  # of the set in use
-        self._plans = _find_plans()
+        self._plans = load_members()
         self._grown = True  # an adapter was loaded for which the context's largest graph may have no room
 
     def check(self, adapter: Adapter) -> Adapter:
@@ -93,17 +91,6 @@ class LlamaAdapters:
         """Free all of them: before the model, which would free them again."""
         for adapter in self._loaded.values():
             adapter.close()
-
-
-def _find_plans() -> Any:
-    """Functions of adapters.cpp, where `cllm build` has compiled it; None: every change is planned anew."""
-    try:
-        plans = ctypes.CDLL(str(find() / ADAPTERS_NAME))
-    except OSError:
-        return None
-    plans.cllm_plan_due.restype, plans.cllm_plan_due.argtypes = ctypes.c_bool, (ctypes.c_void_p,)
-    plans.cllm_keep_plan.restype, plans.cllm_keep_plan.argtypes = None, (ctypes.c_void_p, ctypes.c_size_t)
-    return plans
 
 
 def _read(path: Path, model: GgufHeader) -> GgufFile:

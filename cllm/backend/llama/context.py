@@ -406,17 +406,7 @@ class MediaBatch(NativeBatch):
         assert len(media) == len(rows) and (len(rows) == 1 or all(each.causal for each in media))
         self._rows = np.concatenate([each.rows for each in media], dtype=np.float32)
         assert len(self._rows) == self.struct.n_tokens
-        positions = np.concatenate([_media_positions(row) for row in rows], axis=1)
+        positions = np.concatenate([each.places for each in media if each.places is not None], axis=1)
         self._positions = np.ascontiguousarray(positions[: self._sections], np.int32)
         self.struct.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         self.struct.pos = self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-
-
-def _media_positions(row: Row) -> npt.NDArray[np.int64]:
-    """Positions of media rows, section by section: time, row, column, and one that is not used."""
-    assert row.media is not None
-    places = np.arange(len(row.media.rows))
-    if not row.media.columns:
-        return row.position + np.tile(places, (4, 1))
-    down, across = np.divmod(row.media.first + places, row.media.columns)
-    return np.stack((row.position + 0 * places, row.position + down, row.position + across, 0 * places))

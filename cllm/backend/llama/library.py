@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from cllm.build.build import find_built
+from cllm.build.build import MEMBERS_NAME, find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_media, find_modules
 from cllm.build.toolchain import BINDINGS_VERSION
@@ -205,6 +205,19 @@ def may_use_gpu() -> bool:
     """True if a GPU module was built for this library, or it has a GPU backend. Asks no driver."""
     folder = find()
     return any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES) or bool(modules_for(folder))
+
+
+def load_members() -> Any:
+    """Functions of members.cpp, where `cllm build` has compiled it, else None."""
+    try:
+        members = ctypes.CDLL(str(find() / MEMBERS_NAME))
+    except OSError:
+        return None
+    members.cllm_plan_due.restype, members.cllm_plan_due.argtypes = ctypes.c_bool, (ctypes.c_void_p,)
+    members.cllm_keep_plan.restype, members.cllm_keep_plan.argtypes = None, (ctypes.c_void_p, ctypes.c_size_t)
+    members.cllm_token_table.restype = ctypes.c_void_p
+    members.cllm_token_table.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return members
 
 
 def find_module(directory: Path) -> Path | None:

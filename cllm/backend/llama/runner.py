@@ -38,6 +38,7 @@ from cllm.backend.llama.mtp import MtpContext
 from cllm.backend.llama.placement import asked_layers, wants_gpu
 from cllm.backend.llama.sampler import BatchSampler, DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
+from cllm.backend.llama.token_rows import find_token_rows
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 
@@ -117,6 +118,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
             )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
+        if config.mmproj:
+            self.token_rows = find_token_rows(self, self._model)
 
     def _open_head(self) -> None:
         if not self.limits.rollback_tokens:

@@ -34,6 +34,13 @@ def make_prompt(*parts: str | tuple[str, int], causal: bool = True) -> tuple[Pro
     return Prompt(tuple(items), tuple(spans)), media
 
 
+def beside(*, unified: bool = False) -> StepDriver:
+    """A driver whose runner computes text as rows."""
+    fake = FakeRunner(batch_tokens=512, cells=8192, unified=unified)
+    fake.token_rows = lambda tokens: np.zeros((len(tokens), MEDIA_WIDTH), np.float32)
+    return StepDriver(fake)
+
+
 def media_batches(driver: StepDriver) -> list[list[int]]:
     """The rows of each sequence in the media batches so far."""
     batches = (batch for batch in driver.runner.batches if batch.kind is BatchKind.MEDIA)
@@ -42,8 +49,9 @@ def media_batches(driver: StepDriver) -> list[list[int]]:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("unified", [False, True])
-def test_pictures_and_text_are_computed_in_turn(causal: bool, unified: bool) -> None:
-    driver = StepDriver(FakeRunner(unified=unified))
+@pytest.mark.parametrize("rows", [False, True])
+def test_pictures_and_text_are_computed_in_turn(causal: bool, unified: bool, rows: bool) -> None:
+    driver = beside(unified=unified) if rows else StepDriver(FakeRunner(unified=unified))
     names = [
         driver.add_media(
             *make_prompt("Look at ", (f"a{n}", 20), " and ", (f"b{n}", 30), "?", causal=causal), 12
@@ -56,7 +64,7 @@ def test_pictures_and_text_are_computed_in_turn(causal: bool, unified: bool) -> 
         driver.check_answer(name)
         assert driver.text(name) == driver.expected(name)
     together = max(map(len, media_batches(driver)))
-    assert together > 1 if causal else together == 1, "one that is not causal is alone"
+    assert together > (not rows) if causal else together == 1, "one that is not causal is alone"
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -95,6 +103,30 @@ def test_a_picture_alone_is_as_large_as_the_batch() -> None:
     driver.add_media(*make_prompt("Look at ", ("a", 400), "?"), 4)
     driver.finish()
     assert media_batches(driver) == [[400]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (("Look at ", ("a", 40), " and ", ("b", 30), "?"), [[8 + 40 + 5 + 30 + 1]]),
+        (("x" * 65, ("a", 40), "x" * 65, ("b", 30), "x" * 64), [[40], [30]]),
+        (("x" * 64, ("a", 40), "x" * 64, ("b", 30), "x" * 63), [[64 + 40 + 64 + 30 + 63]]),
+    ],
+)
+def test_text_of_less_than_a_tile_goes_with_a_picture(
+    parts: tuple[str | tuple[str, int], ...], expected: list[list[int]]
+) -> None:
+    driver = beside()
+    name = driver.add_media(*make_prompt(*parts), 4)
+    driver.finish()
+    assert media_batches(driver) == expected and driver.text(name) == driver.expected(name)
+
+
+def test_a_first_token_under_a_mask_is_sampled_by_a_step_of_text() -> None:
+    driver = beside()
+    name = driver.add_media(*make_prompt("Look at ", ("a", 40), "?"), 4, min_tokens=2)
+    driver.finish()
+    assert media_batches(driver) == [[48]] and driver.usage(name).completion_tokens >= 2
 
 
 def test_a_whole_picture_is_not_cut_beside_streams() -> None:

@@ -1,6 +1,6 @@
-// A change of the set of LoRA adapters without planning the largest graphs anew.
+// What llama.cpp keeps and no function of its own returns: the table of the tokens' rows, and the state of a context.
 //
-// llama_set_adapters_lora marks the context, and its next decode plans its two largest graphs and allocates new
+// A change of the set of LoRA adapters needs no plan of the largest graphs: llama_set_adapters_lora marks the context, and its next decode plans its two largest graphs and allocates new
 // buffers for them: 10 ms on two cores with a 135M model (`python -m bench.adapters --switches`). Only the first decode
 // after an adapter was loaded needs that, since only then a graph may have more nodes than there is room for.
 // Buffers grow by themselves where a graph of another set is larger.
@@ -8,6 +8,16 @@
 // The members are private, and a template may name them where it is instantiated explicitly.
 #include "llama-adapter.h"
 #include "llama-context.h"
+#include "llama-model.h"
+
+// The tensor that the tokens of a batch are looked up in, or null; its type, and the bytes of a row.
+extern "C" const ggml_tensor * cllm_token_table(const llama_model * model, int32_t * type, uint64_t * row) {
+    if (model->tok_embd) {
+        *type = model->tok_embd->type;
+        *row  = model->tok_embd->nb[1];
+    }
+    return model->tok_embd;
+}
 
 template <auto Member, class Tag>
 struct Reached {
