@@ -126,18 +126,13 @@ class NgramDrafter:
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
         index = self.learn(tokens)
         place = index.find(tokens)
-        if self._larger is not None or index.crowded:
-            self._grow(tokens)
+        if self._larger is not None or index.crowded:  # a larger one is brought forward by a slice
+            self._larger = self._larger or NgramIndex(2 * len(tokens))
+            self._larger.add(tokens, self.MAX_INDEXED)
+            if self._larger.indexed == len(tokens):
+                self._index, self._larger = self._larger, None
         followed = list(tokens[place : place + max_tokens]) if place else []
         return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
-
-    def _grow(self, tokens: Tokens[int]) -> None:
-        """Bring a larger index forward by a slice."""
-        if self._larger is None:
-            self._larger = NgramIndex(2 * len(tokens))
-        self._larger.add(tokens, self.MAX_INDEXED)
-        if self._larger.indexed == len(tokens):
-            self._index, self._larger = self._larger, None
 
 
 class PredictionDrafter:
@@ -195,9 +190,8 @@ class DraftState:
         self.drafter = kinds.get(type(drafter), "model")
         self._proposed_at = 0  # how many tokens there were
         self.proposal: list[int] = []
-        self.acceptance_rate = (
-            acceptance_rate  # of late, at any position: text begins to repeat itself, and ends
-        )
+        # Of late, at any position: text begins to repeat itself, and ends.
+        self.acceptance_rate = acceptance_rate
         # By position: how many came true where those before did, and how many the rates had promised.
         self._positions: list[tuple[float, float]] = []
         self.skipped = 0  # looks at which the drafter was not asked

@@ -9,9 +9,6 @@ from typing import Any
 from cllm.core.sequence import Sequence
 from cllm.types import RequestOutput, TokenLogprob, Vocabulary
 
-_NO_MORE: Mapping[str, Any] = {}
-
-
 # An output whose text is not yet detokenized (None), nor its log-probabilities (of tokens, of the prompt)
 # spelled; and what else it has.
 _Scores = Entries[TokenLogprob]
@@ -31,7 +28,7 @@ class OutputWriter:
         tokens: tuple[int, ...] = (),
         text: str | None = "",
         logprobs: _Scores = (),
-        more: Mapping[str, Any] = _NO_MORE,
+        more: Mapping[str, Any] = {},
     ) -> None:
         """An output of a request; `more`: what few of them have, such as the last.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from itertools import pairwise
@@ -354,7 +355,8 @@ class PrefillBudget:
         kept = max((chunk for chunk in tiles if cost.seconds(chunk) <= self.max_step_s), default=0)
         if not kept:
             most = max((chunk for chunk in chunks if chunk not in tiles), default=smallest)
-            kept = bisect_largest(smallest, most, lambda chunk: cost.seconds(chunk) <= self.max_step_s)
+            between = range(smallest + 1, most + 1)  # what is larger than a misfit is one, too
+            kept = smallest + bisect(between, False, key=lambda chunk: cost.seconds(chunk) > self.max_step_s)
         limit_s = self.max_wait_s / (self.sets + self.alternates)
         longer = [chunk for chunk in chunks if chunk > kept and cost.seconds(chunk) <= limit_s]
         if not longer:
@@ -390,17 +392,6 @@ def limit_scored(running: Iterable[Sequence], counts: dict[str, int], vocabulary
             room -= counts[sequence.id]
             if not counts[sequence.id]:
                 del counts[sequence.id]
-
-
-def bisect_largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `high` that fits, `low` if none does; what is larger than a misfit is one."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:

@@ -321,8 +321,9 @@ class PrefixCache:
             log.exception("no checkpoint of request %s could be made", sequence.id)
             return
         if state is not None:
-            kept = [*sequence.checkpoints, prefix_index.Checkpoint(sequence.num_computed, state)]
-            sequence.checkpoints = prefix_index.thin_checkpoints(kept, len(sequence.tokens))
+            made = [*sequence.checkpoints, prefix_index.Checkpoint(sequence.num_computed, state)]
+            kept = prefix_index.thin([checkpoint.length for checkpoint in made], len(sequence.tokens))
+            sequence.checkpoints = [checkpoint for checkpoint in made if checkpoint.length in kept]
             self._bound_checkpoints(sequence)
 
     def _bound_checkpoints(self, newest: Sequence) -> None:

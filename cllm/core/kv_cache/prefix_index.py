@@ -226,15 +226,9 @@ class RadixIndex(Generic[Value]):
 
     def remove(self, tokens: Sequence[int]) -> None:
         """Forget what is stored under exactly these tokens; nothing happens if nothing is."""
-        key = _pack(tokens)
-        path = [self._root]
-        depth = 0
-        while depth < len(key):
-            child = path[-1].children.get(key[depth : depth + TOKEN_BYTES])
-            if child is None or not key.startswith(child.edge, depth):
-                return
-            path.append(child)
-            depth += len(child.edge)
+        shared, path = zip(*self._walk(tokens), strict=True)
+        if not shared[-1] == sum(len(node.edge) for node in path) == len(tokens) * TOKEN_BYTES:
+            return
         path[-1].value = None
         for node, parent in pairwise(reversed(path)):
             _tidy(parent, node)
@@ -348,8 +342,3 @@ def thin(lengths: list[int], end: int) -> list[int]:
         gaps = [(left[place + 1] - before[place]) / (end - left[place] + 1) for place in range(len(left) - 1)]
         del left[gaps.index(min(gaps))]
     return left
-
-
-def thin_checkpoints(checkpoints: list[Checkpoint], end: int) -> list[Checkpoint]:
-    kept = set(thin([checkpoint.length for checkpoint in checkpoints], end))
-    return [checkpoint for checkpoint in checkpoints if checkpoint.length in kept]
