@@ -202,7 +202,13 @@ class DraftState:
         known = tokens[self._proposed_at : self._proposed_at + len(self.proposal)]
         right = common_length(known, self.proposal)
         for position in range(min(right + 1, len(known))):
-            self._judge(position, position < right)
+            is_right = position < right
+            if position == len(self._positions):
+                self._positions.append((1 / (1 - self.MEMORY),) * 2)  # as many as the rate remembers
+            came_true, promised = self._positions[position]
+            self._positions[position] = came_true + is_right, promised + self.acceptance_rate
+            self.acceptance_rate += (is_right - self.acceptance_rate) / self._weight
+            self._weight = min(self._weight + 1, self._max_weight)
         self.proposal = list(given[:max_tokens])
         if self._drafter is not None:
             self.proposal = self._drafter.propose(tokens, max_tokens) if max_tokens > 0 else []
@@ -213,14 +219,6 @@ class DraftState:
         """What would otherwise be done when it is asked for drafts."""
         if isinstance(self._drafter, NgramDrafter):
             self._drafter.learn(tokens)
-
-    def _judge(self, position: int, right: bool) -> None:
-        if position == len(self._positions):
-            self._positions.append((1 / (1 - self.MEMORY),) * 2)  # as many as the rate remembers
-        came_true, promised = self._positions[position]
-        self._positions[position] = came_true + right, promised + self.acceptance_rate
-        self.acceptance_rate += (right - self.acceptance_rate) / self._weight
-        self._weight = min(self._weight + 1, self._max_weight)
 
     def expected(self, length: int) -> list[float]:
         """How many draft tokens will be accepted, of 1 up to `length`: p₁ + p₁p₂ + p₁p₂p₃ + …

@@ -192,8 +192,13 @@ class SpecDecodePolicy:
         for sequence in sequences:
             if sequence.seq_id in plan.drafting and sequence.drafts is not None:
                 padding = [sequence.tokens[-1]] * plan.length
-                drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
-        return _before_triggers(drafts, sequences)
+                draft = [*sequence.drafts.proposal, *padding][: plan.length]
+                constraint = sequence.stopping.constraint
+                if constraint is not None and constraint.watch:  # what follows a trigger is for the grammar
+                    draft = draft[: constraint.watch.count_before(draft)]
+                if draft:
+                    drafts[sequence.seq_id] = draft
+        return drafts
 
     def _propose(self, sequences: Collection[Sequence], step: DecodeStep) -> dict[int, int]:
         """The lengths of the proposals."""
@@ -207,7 +212,7 @@ class SpecDecodePolicy:
             # Where their drafts would not pay, these are not asked, but now and then.
             plan = step.best(rooms)
             skips = not plan.length and not self._exploring
-            asking = 1.0 if self._head is None else step.cost.head  # in plain steps
+            asking = 1.0 if self._head is None else step.cost.batch1.head  # in plain steps
             every = max(1, round(asking / self.EXPLORE_SHARE))
             for sequence, state in states.items():
                 state.skipped = (state.skipped + 1) % every if skips else 0
@@ -260,17 +265,6 @@ class SpecDecodePolicy:
             return plan
         self._refused_s, self._exploring = 0.0, run - 1
         return wanted
-
-
-def _before_triggers(drafts: dict[int, list[int]], sequences: Collection[Sequence]) -> dict[int, list[int]]:
-    """The drafts, cut before a token that would wake a constraint: what follows that is for the grammar."""
-    for sequence in sequences:
-        constraint = sequence.stopping.constraint
-        if sequence.seq_id in drafts and constraint is not None and constraint.watch:
-            draft = drafts.pop(sequence.seq_id)
-            if kept := draft[: constraint.watch.count_before(draft)]:
-                drafts[sequence.seq_id] = kept
-    return drafts
 
 
 def reject_drafts(batch: Batch, running: Mapping[int, Sequence]) -> bool:

@@ -147,7 +147,7 @@ class StepCostModel:
     ) -> None:
         self.split = split  # then rows of unequal length are computed apart
         self.records = records  # as a GPU does: a step that differs makes those after it slower
-        self._batch1 = batch1 or DraftCost()
+        self.batch1 = batch1 or DraftCost()
         self.frozen = frozen
         self.steps, self.computed_s = 0, 0.0  # so far
         self._samples: dict[tuple[int, ...], deque[_Sample]] = {}
@@ -162,7 +162,7 @@ class StepCostModel:
         self._decoded: dict[tuple[int, int], deque[list[Any]]] = {}
         self._corrections: dict[tuple[int, int], float] = {}
         # What the first step of a run of drafts and the plain ones after it take longer, in plain steps.
-        self.beginning = RunningMedian(self._batch1.begin)
+        self.beginning = RunningMedian(self.batch1.begin)
         self._begun_s: float | None = None  # of a run of drafts of one length, so far
         self._last = 0, 0  # rows and draft tokens of the last decode step,
         self._unsettled = 0  # and how many to come are slow, since it was unlike the one before
@@ -266,7 +266,7 @@ class StepCostModel:
         alone, and the same request takes the same steps every time. In a long context attention is most of a
         step, and a CPU attends token by token: its share is fixed when it is first known.
         """
-        drafted, measured = length * len(drafting), self._batch1
+        drafted, measured = length * len(drafting), self.batch1
         if rows == 1:
             kinds = range(_context_kind(cells), _context_kind(LONG_CONTEXT) - 1, -1)
             attention = cells * next(
@@ -287,22 +287,17 @@ class StepCostModel:
         seconds = step.seconds(shape) * (self._correction(kind) if corrected else 1.0)
         if drafted and corrected:
             seconds += begins * self.beginning.value * step.seconds(StepShape(1, 0, rows, cells))
-        return seconds + (self._head_s(step, len(drafting), length) if head and drafted else 0.0)
-
-    @property
-    def head(self) -> float:
-        """What a token of the head's costs, in plain steps of a row."""
-        return self._batch1.head
-
-    def _head_s(self, step: StepCost, rows: int, length: int) -> float:
-        lone_s = length * self._batch1.head * (step.ubatch + step.row)
-        return lone_s * (self._head[rows].value if rows in self._head else 1.0)
+        if head and drafted:
+            measured_s = self._head.get(len(drafting))  # over those at load
+            slower = measured_s.value if measured_s is not None else 1.0
+            seconds += length * measured.head * (step.ubatch + step.row) * slower
+        return seconds
 
     def observe_head(self, rows: int, length: int, seconds: float) -> None:
         """Learn from drafts of the model's head."""
         self._drafted_s = seconds
         if rows > 1 and not self._unsettled and not self.frozen and (step := self.step) is not None:
-            expected_s = length * self._batch1.head * (step.ubatch + step.row)
+            expected_s = length * self.batch1.head * (step.ubatch + step.row)
             self._head.setdefault(rows, RunningMedian(1.0)).observe(seconds / max(TINY, expected_s))
 
     def _correction(self, kind: tuple[int, int]) -> float:

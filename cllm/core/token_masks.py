@@ -48,11 +48,9 @@ class TokenMasks:
             if due := sequence.stopping.due:
                 masks[sequence.id] = np.eye(1, self._vocabulary.size, due[0], np.bool_)[0]
             elif not sequence.stopping.endable:
-                masks[sequence.id] = self._without_ends(sequence, masks.get(sequence.id))
+                allowed = masks.get(sequence.id)
+                mask = np.ones(self._vocabulary.size, np.bool_) if allowed is None else allowed.copy()
+                mask[[*self._vocabulary.ends, *sequence.request.stop_token_ids]] = False
+                if allowed is None or mask.any():  # where a grammar allows nothing else, it may end
+                    masks[sequence.id] = mask
         return masks, failed
-
-    def _without_ends(self, sequence: Sequence, allowed: TokenMask | None) -> TokenMask:
-        """Without what would end the answer; where a grammar allows nothing else, it may end."""
-        mask = np.ones(self._vocabulary.size, np.bool_) if allowed is None else allowed.copy()
-        mask[[*self._vocabulary.ends, *sequence.request.stop_token_ids]] = False
-        return mask if allowed is None or mask.any() else allowed

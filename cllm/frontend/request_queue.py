@@ -164,7 +164,11 @@ class RequestQueue:
         """Take a request into the queue, or raise at once why not."""
         tokens, queue = len(request.prompt), self._generation
         if request.embed:
-            _check_inputs(request, limits)
+            for index, each in enumerate(request.embed):
+                if not each:
+                    raise InvalidRequest(f"input {index} is empty: give at least one token", field="input")
+                if limits is not None and len(each) > limits.embed.tokens:
+                    raise ContextLengthExceeded.of_input(index, len(each), limits.embed.tokens)
             tokens, queue = request.input_tokens, self._embedding
         elif not tokens:
             raise InvalidRequest("the prompt is empty: give at least one token", field="prompt")
@@ -328,14 +332,6 @@ class RequestQueue:
             state.resume()
             state.queue.push(state)
         return lost, kept
-
-
-def _check_inputs(request: Request, limits: Limits | None) -> None:
-    for index, tokens in enumerate(request.embed):
-        if not tokens:
-            raise InvalidRequest(f"input {index} is empty: give at least one token", field="input")
-        if limits is not None and len(tokens) > limits.embed.tokens:
-            raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)
 
 
 class Lane(OrderedDict[RequestState, None]):

@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class SearchHit(NamedTuple):
     likes: int
 
 
-class Hub:
+class Hub(AbstractContextManager["Hub"]):
     """Base of the two hubs: requests, and errors that say what to do. `repo` may be empty for a search."""
 
     kind = title = token_variable = default_endpoint = ""
@@ -77,9 +77,6 @@ class Hub:
             headers={"User-Agent": f"cllm/{__version__}", "Accept-Encoding": "identity"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
         )
-
-    def __enter__(self) -> Hub:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()

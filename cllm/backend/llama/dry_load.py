@@ -12,9 +12,9 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -89,16 +89,13 @@ class _Answer(msgspec.Struct):
     failure: Failure | None = None
 
 
-class DryLoad:
+class DryLoad(AbstractContextManager["DryLoad"]):
     """Measures configurations, in a process that starts when it is needed; results are remembered."""
 
     _remembered: ClassVar[dict[tuple[object, ...], dict[str, Sizes]]] = {}
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:

@@ -108,13 +108,9 @@ class CacheFolder:
         Raises OSError.
         """
         files = self._make_room(limit)
-        entries, ignored = [], 0
-        for file in files:
-            if file.path.parent == self._folder and not file.saved and file.path not in known:
-                entry = self._find(file)
-                entries += [entry] if entry is not None else []
-                ignored += entry is None
-        return Contents(files, entries, ignored)
+        own = (file for file in files if file.path.parent == self._folder and not file.saved)
+        new = [self._find(file) for file in own if file.path not in known]
+        return Contents(files, [entry for entry in new if entry is not None], new.count(None))
 
     def _make_room(self, limit: int, size: int = 0, path: Path | None = None) -> list[_File]:
         """Remove what was not used for the longest time, so that `size` bytes fit; return what is left.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 from cllm.core.kv_cache import prefix_index
@@ -138,9 +137,13 @@ class PrefixCache:
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         floor = sequence.request.prompt.floor
         room = self.layout.room(running)  # a state comes whole, even where only its prefix is wanted
+        wanted = (self._key(sequence), sequence.keyed[:-1], MIN_PREFIX_TOKENS)  # the last is always computed
+        held: list[prefix_index.Match[SlotContent] | prefix_index.Match[Entry]]
+        held = [*self.device.matches(*wanted), *self.host.matches(*wanted)]
+        held += [sequence.loaded] if sequence.loaded is not None else []
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
-            for match in self._known(sequence, sequence.keyed[:-1])
+            for match in held
             if (cut := match.value.longest_cut(floor(match.length, match.value.spans))).length
             >= MIN_PREFIX_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
@@ -150,15 +153,6 @@ class PrefixCache:
             self._cost.doubt_transfers()
             return None
         return best
-
-    def _known(
-        self, sequence: Sequence, tokens: Tokens[int]
-    ) -> list[prefix_index.Match[SlotContent] | prefix_index.Match[Entry]]:
-        """What free slots and RAM have in common with these tokens; the last is always computed."""
-        tenant = self._key(sequence)
-        slots = self.device.matches(tenant, tokens, MIN_PREFIX_TOKENS)
-        states = self.host.matches(tenant, tokens, MIN_PREFIX_TOKENS)
-        return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
     def _gain_s(self, match: PrefixMatch, sequence: Sequence) -> float:
         """Seconds saved by applying a match instead of computing."""
