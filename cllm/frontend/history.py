@@ -15,6 +15,7 @@ RATES: dict[str, str] = DECLARED["rates"]
 GAUGES: dict[str, str] = DECLARED["gauges"]
 QUANTILES: dict[str, str] = DECLARED["quantiles"]
 PARTS = {"p50": 0.5, "p99": 0.99}
+TOTALS = (*RATES.values(), *GAUGES.values())  # counters and gauges, in the order of the columns
 COLUMNS = ("t", *RATES, *GAUGES, *(f"{name}_{part}" for name in QUANTILES for part in PARTS))
 
 
@@ -34,7 +35,7 @@ class History:
         """Take a row: what has happened a second since the last one."""
         now = time.monotonic()
         passed_s, self._at = max(now - self._at, 0.001), now
-        last, totals = self.totals, read_totals(metrics)
+        last, totals = self.totals, metrics.read(TOTALS)
         buckets = {name: metrics.read_buckets(name) for name in QUANTILES.values()}
         if any(totals[name] < last.get(name, 0.0) for name in RATES.values()):
             last = {}  # metrics of another engine: they begin anew
@@ -64,8 +65,3 @@ def quantile_ms(bounds: Sequence[float], cumulative: Sequence[float], part: floa
     below, low = (cumulative[place - 1], bounds[place - 1]) if place else (0.0, 0.0)
     inside = (rank - below) / (cumulative[place] - below)
     return round(1000 * (low + (bounds[place] - low) * inside), 2)
-
-
-def read_totals(metrics: EngineMetrics) -> dict[str, float]:
-    """Counters and gauges now, by metric, in the order of the columns."""
-    return metrics.read((*RATES.values(), *GAUGES.values()))

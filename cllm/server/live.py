@@ -16,7 +16,7 @@ import msgspec
 
 from cllm.errors import CllmError, ShuttingDown, TooManyListeners
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.frontend.history import COLUMNS, History, read_totals
+from cllm.frontend.history import COLUMNS, TOTALS, History
 from cllm.frontend.metrics import EngineMetrics, RequestLog
 from cllm.server.dialect import encode, encode_named
 from cllm.types import Health, SlotInfo, Snapshot
@@ -204,7 +204,7 @@ class LiveFeed:
 
     def _read_totals(self) -> list[float]:
         """As they are now: the row of an event is older, by what its snapshot took."""
-        return [int(x) if x == int(x) else round(x, 3) for x in read_totals(self._metrics).values()]
+        return [int(x) if x == int(x) else round(x, 3) for x in self._metrics.read(TOTALS).values()]
 
     def _make_kv(self, snapshot: Snapshot) -> dict[str, Any]:
         """The lanes of the KV map. A request's id comes once, when its lane becomes its own."""
