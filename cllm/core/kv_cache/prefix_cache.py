@@ -318,18 +318,15 @@ class PrefixCache:
             made = [*sequence.checkpoints, prefix_index.Checkpoint(sequence.num_computed, state)]
             kept = prefix_index.thin([checkpoint.length for checkpoint in made], len(sequence.tokens))
             sequence.checkpoints = [checkpoint for checkpoint in made if checkpoint.length in kept]
-            self._bound_checkpoints(sequence)
-
-    def _bound_checkpoints(self, newest: Sequence) -> None:
-        """Half of the RAM at most: those of the least recently used contents go first."""
-        held = self._count_checkpoints()
-        for content in self.device.entries:
+            # Half of the RAM at most: those of the least recently used contents go first.
+            held = self._count_checkpoints()
+            for content in self.device.entries:
+                if 2 * held > self.host.cached_limit:
+                    held -= count_bytes(content.checkpoints)
+                    content.checkpoints = ()
             if 2 * held > self.host.cached_limit:
-                held -= count_bytes(content.checkpoints)
-                content.checkpoints = ()
-        if 2 * held > self.host.cached_limit:
-            newest.checkpoints.pop()
-        self.host.make_room()
+                sequence.checkpoints.pop()
+            self.host.make_room()
 
     def _count_checkpoints(self) -> int:
         """Bytes of the checkpoints of running sequences and of free slots."""
