@@ -111,12 +111,6 @@ class Batch(NamedTuple):
     def token_count(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
-    def halves(self) -> tuple[Batch, Batch]:
-        """Its rows in two batches, to bisect for the row that was refused."""
-        half = len(self.rows) // 2
-        whole = self._replace(padding=())
-        return whole._replace(rows=self.rows[:half]), whole._replace(rows=self.rows[half:])
-
 
 class StepStatus(Enum):
     """The outcome of a step, by the return code of `llama_decode`."""

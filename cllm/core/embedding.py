@@ -31,15 +31,6 @@ class EmbeddingJob:
         self.embeddings: dict[int, bytes] = {}
         self.decoded_tokens = self.steps = self.ubatches = 0
 
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.request.input_tokens,
-            completion_tokens=0,
-            decoded_tokens=self.decoded_tokens,
-            steps=self.steps,
-            ubatches=self.ubatches,
-        )
-
 
 Input = tuple[EmbeddingJob, int]  # one input of a job, by its index
 
@@ -205,9 +196,16 @@ class EmbeddingScheduler(StepGroup[EmbeddingJob]):
             self._forget_long()
         done = reason is FinishReason.STOP
         embeddings = tuple(job.embeddings[index] for index in range(len(job.embeddings))) if done else ()
+        usage = Usage(
+            prompt_tokens=job.request.input_tokens,
+            completion_tokens=0,
+            decoded_tokens=job.decoded_tokens,
+            steps=job.steps,
+            ubatches=job.ubatches,
+        )
         self.outputs.append(
             RequestOutput(
-                request_id=job.id, finish_reason=reason, error=error, usage=job.usage(), embeddings=embeddings
+                request_id=job.id, finish_reason=reason, error=error, usage=usage, embeddings=embeddings
             )
         )
 

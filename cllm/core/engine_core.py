@@ -326,9 +326,10 @@ class EngineCore:
             result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # no row to preempt there
         )
         if refused and len(batch.rows) > 1:
-            for half in batch.halves():
+            half = len(batch.rows) // 2
+            for rows in (batch.rows[:half], batch.rows[half:]):
                 # The outcome of the first half may have preempted or ended a sequence of the second.
-                if (left := group.still_scheduled(half)).rows:
+                if (left := group.still_scheduled(batch._replace(rows=rows, padding=()))).rows:
                     yield from self._compute(group, left)
         else:
             yield batch, result

@@ -181,8 +181,11 @@ class RequestQueue:
             tenant.check(request, now)
         if self.states:
             self.refuse_if_full(tokens, tenant)
-        if request.media:
-            self._check_media(request)
+        if request.media:  # the rows of all requests' pictures are kept here
+            kept = {id(each.media): each.media for each in (request, *(one.request for one in self.requests))}
+            size = sum(len(rows) for media in kept.values() for rows in media.values()) >> 20
+            if size > MAX_MEDIA_MB and len(kept) > 1:
+                raise QueueFull(size, MAX_MEDIA_MB, 1.0, what="MiB of pictures")
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, now)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
@@ -197,13 +200,6 @@ class RequestQueue:
         )
         queue.push(state)
         return state
-
-    def _check_media(self, request: Request) -> None:
-        """Raise QueueFull if the rows of all requests' pictures, which are kept here, take too much."""
-        kept = {id(each.media): each.media for each in (request, *(one.request for one in self.requests))}
-        size = sum(len(rows) for media in kept.values() for rows in media.values()) >> 20
-        if size > MAX_MEDIA_MB and len(kept) > 1:
-            raise QueueFull(size, MAX_MEDIA_MB, 1.0, what="MiB of pictures")
 
     def refuse_if_full(self, tokens: int, tenant: Tenant) -> None:
         """Raise QueueFull if the queue has no room for a prompt of `tokens` tokens.

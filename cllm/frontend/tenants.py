@@ -150,7 +150,13 @@ class Tenants:
         """The account of a tenant, opened where it has none."""
         if name not in self.accounts:
             if len(self.accounts) >= self._forget_at:
-                self._forget()
+                self.accounts = {
+                    name: tenant
+                    for name, tenant in self.accounts.items()
+                    if tenant in self.active or name in self._limits or tenant.virtual > self.virtual_time
+                }
+                # Not to look through all of them for each new name while most are busy.
+                self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self.accounts))
             self.accounts[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return self.accounts[name]
 
@@ -206,12 +212,3 @@ class Tenants:
     def start_tag(self, tenant: Tenant) -> float:
         """Its place in virtual time; an idle tenant starts now, without credit for the past."""
         return max(self.virtual_time, tenant.virtual)
-
-    def _forget(self) -> None:
-        self.accounts = {
-            name: tenant
-            for name, tenant in self.accounts.items()
-            if tenant in self.active or name in self._limits or tenant.virtual > self.virtual_time
-        }
-        # Not to look through all of them for each new name while most are busy.
-        self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self.accounts))
