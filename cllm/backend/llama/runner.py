@@ -118,7 +118,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
-        if config.mmproj:
+        if config.mmproj and self.info.generates:
             self.token_rows = find_token_rows(self, self._model)
 
     def _open_head(self) -> None:
