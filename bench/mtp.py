@@ -22,9 +22,11 @@ import gguf
 import numpy as np
 import typer
 
+from bench import footprint
 from bench.gpu.models import CONTEXT, HEAD_WIDTH, KEY_VALUE_HEADS, Q, _Weights
 from bench.load import run_load
 from bench.peers import ServerSettings, cllm_peer, llama_server_peer, log_folder, running
+from bench.report import Spread
 from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, single_requests
 from bench.workloads.text import prose, words
@@ -115,7 +117,10 @@ def measure(
     text: Callable[[str, int], str] = words,
     temperature: float = 0.0,
 ) -> None:
-    """Print tokens per second with drafts over those without, and over llama-server's, by streams."""
+    """Print tokens per second with drafts over those without, and over llama-server's, by streams.
+
+    Behind them the same of seconds of computing time, which does not depend on how busy the machine is.
+    """
     settings = ServerSettings(model, max(STREAMS), max(STREAMS) * CELLS, threads)
     peer = cllm_peer(settings, None, OpenAIApi(), ("--draft", drafter))
     with ExitStack() as stack, log_folder(logs) as folder:
@@ -126,23 +131,28 @@ def measure(
             other = llama_server_peer(settings, llama_server, more=("--spec-type", "draft-mtp"))
             servers["llama-server"] = stack.enter_context(running(other, folder / "llama-server.log"))
         for streams in STREAMS:
-            rates: dict[str, list[float]] = {label: [] for label in servers}
+            rates: dict[str, list[tuple[float, float]]] = {label: [] for label in servers}
             for number in range(-1, rounds):  # the first one warms up
                 texts = [text(f"{streams} {number} {each}", PROMPT_WORDS) for each in range(streams)]
                 for label in sorted(servers, reverse=number % 2 == 1):
                     # Not the same text, or it would be cached; the head is as often right about both.
                     asked = [BenchRequest(f"{label} {each}", output, temperature) for each in texts]
                     used = servers[label]
+                    before = footprint.measure(used.pid).cpu_s
                     load = run_load(used.address, used.peer.api, single_requests("mtp", asked, streams))
                     assert not load.errors, load.errors[0]
                     if number >= 0:
-                        rates[label].append(load.tokens_per_second)
+                        cpu_s = footprint.measure(used.pid).cpu_s - before
+                        rates[label].append((load.tokens_per_second, load.generated_tokens / cpu_s))
             kind = f"{model.stem}, {text.__name__} at {temperature:g}"
-            shown = f"{kind}, {streams} streams: {median(rates['on']):.1f} tokens/s"
+            shown = f"{kind}, {streams} streams: {median(each for each, _ in rates['on']):.1f} tokens/s"
             for label in list(servers)[1:]:
-                ratios = sorted(on / off for on, off in zip(rates["on"], rates[label], strict=True))
-                spread = f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
-                shown += f"; {label} {median(rates[label]):.1f}, {spread}"
+                pairs = [*zip(rates["on"], rates[label], strict=True)]
+                spreads = [Spread.of(on[of] / off[of] for on, off in pairs) for of in (0, 1)]
+                rate, of_cpu = (spread.show(2) for spread in spreads)
+                shown += (
+                    f"; {label} {median(each for each, _ in rates[label]):.1f}, {rate}, of CPU time {of_cpu}"
+                )
             print(shown, flush=True)
 
 
