@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from cllm.names import make_visible
 
@@ -34,12 +34,14 @@ def configure_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
+def new_event_loop() -> Any:
     """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
     with suppress(ImportError):
         import uvloop
 
         return uvloop.new_event_loop()
+    import asyncio  # not above: workers import this file, too, and run no loop
+
     return asyncio.new_event_loop()
 
 
