@@ -7,20 +7,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 from unittest.mock import patch
 
-PRELOADED = ["cllm.cli.serve", "cllm.testing"]
+PRELOADED = ["cllm.backend.llama.probe", "cllm.cli.serve", "cllm.llm", "cllm.testing"]
+FORKED = ("cllm.cli.prepare", "cllm.backend.llama.dry_load")
 
 
 class Program:
     """`python -c CODE ARGUMENTS` with these variables and no others, its output in a file, or in two.
 
-    It has what tests need of `subprocess.Popen`. What it starts itself are new interpreters, as ever.
+    It has what tests need of `subprocess.Popen`. Its preparation is forked, too; its workers are new
+    interpreters, as ever.
     """
 
     def __init__(
@@ -72,6 +79,30 @@ def _as_a_shell(variables: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
+class _Popen(subprocess.Popen[Any]):
+    """Forks for the preparation what would be `python -m MODULE`, where no other thread computes."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        module, alone = command[-1], threading.current_thread() is threading.main_thread()
+        if module in FORKED and alone and threading.active_count() <= 2:  # one may wait for the parent's end
+            options["preexec_fn"] = partial(_be, module, options.get("env") or os.environ)
+        super().__init__(command, **options)
+
+
+def _be(module: str, variables: Mapping[str, str]) -> NoReturn:
+    """In a new process: what an interpreter does with `-m`. It must not return."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.environ.update(variables)
+    try:
+        status = import_module(module).main()
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)
+
+
 def _run(code: str, arguments: Sequence[str], variables: Mapping[str, str], output: str, errors: str) -> None:
     """In the new process: what an interpreter does with `-c`."""
     os.environ.clear()
@@ -80,6 +111,7 @@ def _run(code: str, arguments: Sequence[str], variables: Mapping[str, str], outp
         with Path(path).open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
     sys.argv = ["-c", *arguments]
+    subprocess.Popen = _Popen  # type: ignore[assignment,misc]
     try:
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     finally:

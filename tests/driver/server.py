@@ -48,25 +48,15 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def cllm(*arguments: str, timeout: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end. `serve` is to end before it loads anything, and is forked."""
-    code = SERVE[0]
-    if arguments[0] == "serve":
-        with TemporaryDirectory() as folder:
-            output, errors = Path(folder, "output"), Path(folder, "errors")
-            program = Program(code, arguments, environment(**variables), output, errors)
-            try:
-                status = program.wait(timeout)
-            finally:
-                program.kill()
-            return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=environment(**variables),
-    )
+    """Run the command line to its end; it is forked, as servers are."""
+    with TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        program = Program(SERVE[0], arguments, environment(**variables), output, errors)
+        try:
+            status = program.wait(timeout)
+        finally:
+            program.kill()
+        return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
 
 
 def wait_for(what: Callable[[], Found | None], limit_s: float = PATIENCE_S, message: str = "") -> Found:
