@@ -16,6 +16,11 @@ from tests.driver.server import Server
 LIMIT_MS = 20_000
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = "there is no Chromium here: apt-get install chromium"
+# Of Playwright's own list, what matters here; and the address bar's pages, a renderer for each window.
+FEATURES_OFF = (
+    "AvoidUnnecessaryBeforeUnloadCheckSync,MediaRouter,PaintHolding,"
+    "WebUIOmniboxAimPopup,WebUIOmniboxFullPopup,WebUIOmniboxPopup"
+)
 # What breaks the content policy, and scripts that should not have run.
 WATCH = """
 window.violations = [];
@@ -42,7 +47,8 @@ def open_browser() -> Iterator[Any]:
     path = find_chromium()
     from playwright.sync_api import sync_playwright
 
-    flags = ["--disable-dev-shm-usage", "--disable-gpu"] + (["--no-sandbox"] if os.geteuid() == 0 else [])
+    flags = ["--disable-dev-shm-usage", "--disable-gpu", f"--disable-features={FEATURES_OFF}"]
+    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=flags)
         try:
