@@ -145,9 +145,10 @@ def test_a_killed_server_leaves_its_background_responses_to_the_next(
 ) -> None:
     given = (str(tiny_model), *EXACT, "--parallel", "1", "--state-dir", str(tmp_path / "state"))
     server = start(*given)
+    asked: Any = {**LONG, "input": "Tell me", "max_output_tokens": 1000}
     with connect(server) as client:
-        alone = client.responses.create(input="Tell me", **LONG)
-        responses = [client.responses.create(input="Tell me", background=True, **LONG) for _ in range(3)]
+        alone = client.responses.create(**asked)
+        responses = [client.responses.create(background=True, **asked) for _ in range(2)]
         wait_for(lambda: client.responses.retrieve(responses[0].id).status == "in_progress")
     server.kill()
     server = start(*given)

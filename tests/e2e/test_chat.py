@@ -90,19 +90,8 @@ def test_every_command(scripted: Server, tmp_path: Path) -> None:
         command("/system off", "there is no system prompt")
         command("/system Be brief.", "Be brief.")
         command("/nonsense", "there is no command 'nonsense'; /help lists them")
-        command(
-            "/help",
-            "/system",
-            "/set",
-            "/think",
-            "/file",
-            "/json",
-            "/retry",
-            "/undo",
-            "/save",
-            "/load",
-            "/bye",
-        )
+        names = "/system /set /think /file /json /retry /undo /save /load /bye"
+        command("/help", *names.split())
         terminal.send("/bye")
         assert terminal.wait_closed() == 0
     chat = json.loads(saved.read_text())

@@ -59,8 +59,8 @@ def check(server: Server, model: Path, prompts: list[str], max_tokens: int) -> N
     assert ties < len(prompts), "with a tie in every answer, nothing was compared to its end"
 
 
-def test_200_clients_on_8_slots_tiny_model(tiny: Server, tiny_model: Path) -> None:
-    check(tiny, tiny_model, [f"client {number}: " + "ab " * (number % 7) for number in range(200)], 12)
+def test_80_clients_on_8_slots_tiny_model(tiny: Server, tiny_model: Path) -> None:
+    check(tiny, tiny_model, [f"client {number}: " + "ab " * (number % 7) for number in range(80)], 12)
 
 
 def test_12_clients_on_8_slots_large_vocabulary(wide: Server, wide_model: Path) -> None:

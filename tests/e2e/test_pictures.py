@@ -175,16 +175,8 @@ def test_every_api_takes_a_picture(seeing: Server) -> None:
 
 def test_rows_outlive_a_server_until_they_are_cleared(files: MediaModel, tmp_path: Path) -> None:
     question = ask("Look at it.", make_file(30))
-    flags = (
-        str(files.model),
-        "--parallel",
-        "1",
-        "--cache-dir",
-        str(tmp_path),
-        "--cache-disk-mb",
-        "64",
-        *EXACT,
-    )
+    options = f"--parallel 1 --cache-dir {tmp_path} --cache-disk-mb 64".split()
+    flags = (str(files.model), *options, *EXACT)
     with Server(tmp_path / "first", *flags) as server:
         before = text_of(answer(server, question))
     with Server(tmp_path / "second", *flags) as server:
@@ -312,7 +304,7 @@ def test_other_families_answer_as_the_engine_alone(kind: str, start: StartServer
 def hearing(files: MediaModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hearing")
     made = make_hearing(folder)
-    flags = ("--mmproj", str(made.mmproj), "--parallel", "2", "--ctx-size", "4096", *EXACT)
+    flags = ("--mmproj", str(made.mmproj), "--parallel", "2", "--ctx-size", "1024", *EXACT)
     with Server(folder / "log", str(made.model), *flags) as server:
         yield server
 
@@ -372,17 +364,8 @@ def test_doctor_asks_about_a_picture(files: MediaModel, tmp_path: Path) -> None:
 def test_the_terminal_shows_a_picture(seeing: Server, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(make_file(1))
-    flags = (
-        "run",
-        "What is this?",
-        "--url",
-        seeing.url,
-        "--max-tokens",
-        "12",
-        "--temperature",
-        "0",
-        "--image",
-    )
+    options = f"--url {seeing.url} --max-tokens 12 --temperature 0 --image".split()
+    flags = ("run", "What is this?", *options)
     found = cllm(*flags, str(picture))
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == text_of(answer(seeing, ask("What is this?", make_file(1)))).strip()

@@ -345,4 +345,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=examples(25), deadline=None)  # each step waits for a disk
+TestStoreMachine.settings = settings(max_examples=examples(10), deadline=None)  # each step waits for a disk
