@@ -13,16 +13,7 @@ import pytest
 from bench.wire import Address
 from bench.workloads.text import prose
 from cllm.core.step_cost import StepCost
-from proof.conversations import (
-    EXACT,
-    OFF,
-    Part,
-    Pass,
-    Turn,
-    change_history,
-    find_faults,
-    run_conversations,
-)
+from proof.conversations import EXACT, OFF, Part, Pass, Turn, change_history, find_faults, run_conversations
 from proof.density import run_density
 from proof.shared.answers import Answer, Client, compare
 from tests.driver.server import Server, environment

@@ -619,10 +619,7 @@ def test_several_models_have_a_tab(browser: Any, tmp_path: Path) -> None:
     paths = [str(make_dense(tmp_path / f"{name}.gguf")) for name in ("small", "large")]
     log, phone = tmp_path / "log", {"width": 390, "height": 844}
     options = ("--threads", "1", "--ctx-size", "1024", "--parallel", "1")
-    with (
-        Server(log, *paths, *options) as server,
-        visiting(browser, server, viewport=phone) as visitor,
-    ):
+    with Server(log, *paths, *options) as server, visiting(browser, server, viewport=phone) as visitor:
         page = visitor.page
         page.click("#tab-models")
         for name, word in (("large", "Load"), ("small", "Unload")):

@@ -64,8 +64,7 @@ def test_plain_streams_have_no_ids(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "status", "text"),
-    [("1", 400, "Last-Event-ID"), ("chatcmpl-1.4", 404, "no such stream")],
+    ("last", "status", "text"), [("1", 400, "Last-Event-ID"), ("chatcmpl-1.4", 404, "no such stream")]
 )
 def test_unknown_events_are_refused(client: httpx.Client, last: str, status: int, text: str) -> None:
     """Also on the paths of llama-server, which the documentation does not show."""

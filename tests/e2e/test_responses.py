@@ -94,10 +94,7 @@ def test_all_ways_to_ask_are_the_same(client: openai.OpenAI) -> None:
     answers.append(
         client.responses.create(
             model="any",
-            input=[
-                {"role": "developer", "content": "Be brief."},
-                {"role": "user", "content": QUESTION},
-            ],
+            input=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
             max_output_tokens=8,
             temperature=0,
         )

@@ -10,8 +10,7 @@ from proof.resume import STREAMS, open_session
 
 
 @pytest.mark.parametrize(
-    ("model", "group", "positions"),
-    [("scripted", "features", (1, 30)), ("tiny", "features", (6,))],
+    ("model", "group", "positions"), [("scripted", "features", (1, 30)), ("tiny", "features", (6,))]
 )
 def test_a_sample_of_kills(model: str, group: str, positions: tuple[int, ...], tmp_path: Path) -> None:
     with open_session(tmp_path, model, group) as session:

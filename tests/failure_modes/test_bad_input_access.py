@@ -190,8 +190,7 @@ def test_only_operators_change_the_servers_state(keyed: Keyed, start_for_module:
 
 @pytest.mark.failure_mode("foreign-host")
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example:18081", "localhost.evil.example", "10.0.0.1", "[::2]:1", "localhost@evil.example"],
+    "host", ["evil.example:18081", "localhost.evil.example", "10.0.0.1", "[::2]:1", "localhost@evil.example"]
 )
 def test_a_foreign_host(tiny: Server, host: str) -> None:
     for path in ("/health", "/v1/models", "/debug/kv", "/nothing"):

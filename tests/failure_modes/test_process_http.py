@@ -105,9 +105,7 @@ def test_the_workers_can_still_be_replaced(narrow: Server) -> None:
 
 
 @pytest.mark.failure_mode("descriptors-exhausted")
-def test_the_accept_loop_survives_when_there_is_no_descriptor_at_all(
-    start_for_module: StartServer,
-) -> None:
+def test_the_accept_loop_survives_when_there_is_no_descriptor_at_all(start_for_module: StartServer) -> None:
     """Our own limit off, the system's hits: accepting fails, is logged or not, and goes on."""
     limit = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)); "

@@ -254,10 +254,7 @@ MESSAGES: Bodies = {
     "text": {"messages": user(say(TEXT))},
     "length": {"messages": user("abc"), **SIX},
     "stop": {"messages": user(say("one two")), "stop_sequences": ["two"]},
-    "thinking": {
-        "messages": user(say(THINK_END)),
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    },
+    "thinking": {"messages": user(say(THINK_END)), "thinking": {"type": "enabled", "budget_tokens": 1024}},
     "tool": {"messages": user(say(f"Hm.\n{CALL}")), "tools": [MESSAGE_TOOL]},
     "forced tool": {
         "messages": user("abc"),
