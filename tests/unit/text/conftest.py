@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen_garbage() -> Iterator[None]:
+def frozen_garbage() -> None:
     """As the workers do it: a collection leaves out what is here now."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
