@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver, get_context
+from multiprocessing import current_process, forkserver, get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -110,6 +110,7 @@ def _run(code: str, arguments: Sequence[str], variables: Mapping[str, str], outp
     for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
         with Path(path).open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have processes
     sys.argv = ["-c", *arguments]
     subprocess.Popen = _Popen  # type: ignore[assignment,misc]
     try:
