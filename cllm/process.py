@@ -6,9 +6,12 @@ import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cllm.names import make_visible
+
+if TYPE_CHECKING:
+    import asyncio
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 
@@ -34,7 +37,7 @@ def configure_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def new_event_loop() -> Any:
+def new_event_loop() -> asyncio.AbstractEventLoop:
     """Use uvloop where it runs (not on every platform): the server shares its cores with the model."""
     with suppress(ImportError):
         import uvloop
