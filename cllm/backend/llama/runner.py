@@ -159,14 +159,14 @@ class LlamaRunner(LlamaContext, ModelRunner):
     def _measure_drafts(self, longest: int) -> DraftCost:
         """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
 
-        A GPU repeats a step from its recording, if it is like those before: the beginning of a run of drafts
-        costs it some steps, and its end. The shortest of a few times counts: what else the machine does only
-        makes steps longer.
+        A step is planned anew unless it is like the one before, and a GPU repeats it from its recording then:
+        the beginning of a run of drafts costs some steps, and its end. The shortest of a few times counts:
+        what else the machine does only makes steps longer.
         """
         shortest: dict[int, float] = {}  # of a step in a run of such steps
         runs: dict[int, float] = {}  # a run, and the plain steps after it that it makes longer
         started = time.perf_counter()
-        after = RECORDED_AFTER if self.asynchronous else 0
+        after = RECORDED_AFTER if self.asynchronous else 1
         for _ in range(MEASURED_ROUNDS):
             for tokens in (1, 2, longest):
                 steps = [self._decode_s(each) for each in (*[tokens] * (1 + after), *[1] * after)]
@@ -178,7 +178,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
             return DraftCost()
         step_s = shortest[1]
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
-        begin = (runs[2] - runs[1]) / step_s - (1 + after) * (shortest[2] / step_s - 1) if after else 0.0
+        begin = (runs[2] - runs[1]) / step_s - (1 + after) * (shortest[2] / step_s - 1)
         head = self._head.measure_s(MEASURED_ROUNDS) / step_s if self._head is not None else 0.0
         verify = max(0.0, (shortest[2] - shortest[1]) / step_s - token)
         return DraftCost(verify, token, max(0.0, begin), head)
