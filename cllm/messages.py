@@ -63,6 +63,12 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     adapter: Adapter
 
 
+class Encoding(msgspec.Struct, frozen=True, tag=True):
+    """The media worker begins to encode beside the engine, or has ended."""
+
+    active: bool
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -71,7 +77,9 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     """Something that a request waits for is done: look again. The engine sends it to itself."""
 
 
-Command = Submit | Cancel | Inspect | UseSlot | ClearCache | LoadAdapter | UnloadAdapter | Stop | Wake
+Command = (
+    Submit | Cancel | Inspect | UseSlot | ClearCache | LoadAdapter | UnloadAdapter | Encoding | Stop | Wake
+)
 
 # From the engine ------------------------------------------------------------------------------------
 

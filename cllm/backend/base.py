@@ -173,6 +173,7 @@ class ModelRunner(Protocol):
     draft_cost: DraftCost = DraftCost()  # as measured at load
     stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None if it was not measured
     asynchronous: bool = False  # `submit` returns before the device is done
+    encoding: bool = False  # pictures are encoded meanwhile: on a CPU, cores are left to that
     adapters: Mapping[str, int] = {}  # bytes of the loaded adapters, by digest
     media_width: int = 0  # elements of a media row
     token_rows: TokenRows | None = None  # None: text beside media takes a step of its own

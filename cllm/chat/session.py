@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ import msgspec
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import BlockEvent, ReplyBuilder
+from cllm.errors import CllmError
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -95,7 +98,11 @@ async def encode_pictures(
     if not pictures:
         return {}, {}
     task = EncodeMedia(tuple(pictures.values()), tenant, rows, engine.streaming)
-    found = await run_tokenizer(engine, task, EncodedMedia)
+    with engine.encoding():
+        if task.streams:  # first their step ends, which has all cores
+            with suppress(CllmError):
+                await asyncio.wrap_future(engine.inspect())
+        found = await run_tokenizer(engine, task, EncodedMedia)
     if rows:
         engine.metrics.pictures.labels("encoded").inc(found.encoded)
         engine.metrics.pictures.labels("cache").inc(len(pictures) - found.encoded)

@@ -397,6 +397,8 @@ class EngineCore:
                 self._adapter_calls.add(command, idle=self.idle)
             case messages.Wake():
                 self._adapter_calls.advance()
+            case messages.Encoding(active):
+                self.runner.encoding = active
             case messages.Stop():
                 return False
         return True

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -66,6 +66,7 @@ class EngineClient:
         self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
         self.error: errors.CllmError | None = None  # why requests wait; while health is FAILED, are refused
+        self._encoding = 0  # requests whose pictures are encoded now
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.adapters = EngineAdapters(self._call, lambda: (each.request.prompt for each in self.requests))
@@ -190,6 +191,22 @@ class EngineClient:
             self._dispatch()  # others may have waited for it
         else:
             self._executor.send(messages.Cancel(request_id))
+
+    @contextlib.contextmanager
+    def encoding(self) -> Iterator[None]:
+        """While pictures are encoded: where both compute on a CPU, the engine leaves cores to that.
+
+        Two threads of a step that wait for each other on one core would stop the streams for seconds.
+        """
+        self._encoding += 1
+        if self._computing:
+            self._executor.send(messages.Encoding(active=True))
+        try:
+            yield
+        finally:
+            self._encoding -= 1
+            if self._computing and not self._encoding:
+                self._executor.send(messages.Encoding(active=False))
 
     def inspect(self) -> Future[types.Snapshot]:
         """The engine's own account of itself, taken between two steps."""

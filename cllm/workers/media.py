@@ -30,7 +30,7 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.media import MediaEncoder, MediaPrompt, Picture, Sound
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.placement import encoder_device, wants_gpu
-from cllm.backend.llama.threads import compute_threads
+from cllm.backend.llama.threads import compute_threads, encoder_threads
 from cllm.config import EngineConfig, split_list
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, get_cache_folder, touch
 from cllm.core.kv_cache.prefix_index import CachedPrefix
@@ -44,7 +44,6 @@ from cllm.workers.executor import MEDIA_AT_ONCE
 from cllm.workers.tokenizer import answer_tasks, limit_memory
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-BESIDE_STREAMS = 2  # half of the cores are the encoder's, while streams are computed
 NICENESS = 10
 REMOTE = "is an address, and this server fetches nothing: send the picture itself, as data:image/png;base64,…"
 CACHE_BYTES = 256 << 20  # of rows: some hundred pictures of a usual model
@@ -201,7 +200,7 @@ class MediaWorker:
             media.close()
             return future, False
         self._waiting.append(_Waiting(media, future, {}))
-        threads = max(1, self._threads // BESIDE_STREAMS) if task.streams else self._threads
+        threads = encoder_threads(self._threads) if task.streams else self._threads
         for _ in media.chunks:  # each call encodes one at least
             self._lanes[task.streams].submit(self._encode_waiting, threads)
         return future, True

@@ -37,7 +37,7 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.mtp import MtpContext
 from cllm.backend.llama.placement import asked_layers, wants_gpu
 from cllm.backend.llama.sampler import BatchSampler, DryPrototypes, LlamaSampler, build_chain
-from cllm.backend.llama.threads import default_threads
+from cllm.backend.llama.threads import compute_threads, default_threads, encoder_threads
 from cllm.backend.llama.token_rows import find_token_rows
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
@@ -203,6 +203,8 @@ class LlamaRunner(LlamaContext, ModelRunner):
         if batch.padding:
             padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
+        if not self.asynchronous:
+            self.workers.left = encoder_threads(compute_threads(self._config)) if self.encoding else 0
         if batch.adapter != self._adapters.key:
             self._adapters.use(batch.adapter)
         self._code = self.decode(self._rows)

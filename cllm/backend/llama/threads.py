@@ -65,6 +65,11 @@ def compute_threads(config: EngineConfig) -> int:
     return config.threads or min(config.max_threads or cores, cores)
 
 
+def encoder_threads(threads: int) -> int:
+    """Of all threads, those that pictures are encoded with beside streams, which have the others: half."""
+    return max(1, threads // 2)
+
+
 def read_cpu_times(cores: frozenset[int], stat: Path = Path("/proc/stat")) -> CpuTimes | None:
     """CPU times of our cores from the system; None where there are none."""
     if not cores:
@@ -142,7 +147,8 @@ class Workers:
         self._library = library
         self._poll = DEFAULT_POLL if config.poll is None else config.poll
         self._deferred_frees = deferred_frees
-        self.threads = compute_threads(config)
+        self.threads = self._most = compute_threads(config)
+        self.left = 0  # threads that the encoder of pictures has now
         read = partial(read_cpu_times, measurable_cores())
         # An explicit number is kept; the default adapts to other programs.
         self.governor = None if config.threads else ThreadGovernor(self.threads, default_threads(), read)
@@ -151,8 +157,8 @@ class Workers:
 
     def work_for(self, context: Any) -> None:
         """Attach the right pool; called before each decode. Idle workers of a larger pool would spin."""
-        if self.governor is not None:
-            self.threads = self.governor.look()
+        free = self.governor.look() if self.governor is not None else self._most
+        self.threads = max(1, min(free, self._most - self.left))
         if self._attached.get(context) == self.threads:
             return
         api = self._library.api
