@@ -34,14 +34,14 @@ NOT_RUNTIME = {"gguf.py", "memory.py", "probe.py", "fingerprint.py", "dry_load.p
 # Bars of the tree as it is. They rise only in a commit that says for what.
 MAX_FILES = 190
 MAX_LINES = 44_000
-MAX_REQUEST_LINES = 15_400
+MAX_REQUEST_LINES = 15_435
 MAX_FUNCTION = 60
 MAX_LITERALS = 41
 MAX_TARGETS = 25  # of make
 MAX_FRAMES = 4  # Prepare, Prepared, Submit, StepReport
 MAX_ENTERED = 226  # functions, by one request
 MAX_MODULES = 84  # in the HTTP process: each API has its own
-MAX_TEST_LINES = 72_460
+MAX_TEST_LINES = 72_485
 PLAIN_NUMBERS = {-1, 0, 1, 2}
 FORBIDDEN = {
     "guess": r"guess",

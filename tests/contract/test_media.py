@@ -110,6 +110,15 @@ def test_text_beside_a_picture_goes_with_it(encoder: MediaEncoder, runner: Llama
     assert np.allclose(runner.logits(1)[0], expected, atol=TIE)
 
 
+def test_half_of_the_threads_are_left_to_the_encoder(files: MediaModel) -> None:
+    runner = LlamaRunner(EngineConfig(model=str(files.model), threads=4, parallel=1, ctx_size=64))
+    for position, encoding in enumerate((False, True, False)):
+        runner.encoding = encoding
+        assert runner.run(Batch((Row(0, position, (1,), 0, None),))).status is StepStatus.DONE
+        assert runner.workers.threads == (2 if encoding else 4)
+    runner.close()
+
+
 def test_a_saved_picture_is_restored(encoder: MediaEncoder, runner: LlamaRunner) -> None:
     prompt, rows = encode(encoder, "Look at ", make_picture(1), QUESTION[1])
     expected = compute(runner, prompt, rows)

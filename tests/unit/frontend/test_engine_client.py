@@ -19,7 +19,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.request_queue import RequestState, Stage
 from cllm.frontend.tenants import Tenant
-from cllm.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
+from cllm.messages import Cancel, Command, Died, Encoding, Ready, StepReport, StepStats, Submit, Unready
 from cllm.types import Failure, FinishReason, Health, Prompt, Request, RequestOutput, Usage
 from cllm.workers.executor import ProcessExecutor, Receive
 from cllm.workers.supervisor import Backoff
@@ -333,6 +333,21 @@ def test_an_answer_that_is_an_error_is_no_progress(engine: EngineClient, executo
         executor.loads = number < Backoff.MAX_IN_A_ROW
         executor.die()
     assert engine.health is Health.FAILED and executor.delay_s > 5
+
+
+def test_cores_are_left_until_the_last_picture_is_encoded(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    with engine.encoding():
+        with engine.encoding():
+            pass
+        assert executor.sent == [Encoding(active=True)] * 2
+    assert executor.sent[2:] == [Encoding(active=False)]
+    executor.loads = False
+    executor.die()
+    executor.sent.clear()
+    with engine.encoding():
+        assert executor.sent == [], "there is no engine"
 
 
 def test_death_while_draining_replays_on_the_next_run(
