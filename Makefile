@@ -5,7 +5,7 @@ ARGS ?=
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Workers of the servers under test are new interpreters: without bytecode, each of them compiles cllm anew.
 test unit failure-modes proof: export PYTHONDONTWRITEBYTECODE =
-BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,members.cpp build.py gpus.py module.py old_vulkan.hpp options.py options.toml random.c sampling.c toolchain.py)
+BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,attention.cpp build.py gpus.py kernels.cpp kernels.hpp members.cpp module.py old_vulkan.hpp options.py options.toml products.cpp random.c sampling.c toolchain.py)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile

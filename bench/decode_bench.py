@@ -42,6 +42,7 @@ class DecodeBench:
         threads: int = 0,
         library: Path | None = None,
         *,
+        own_kernels: bool = True,
         sequences: int = 8,
         cells: int = 1024,
     ) -> None:
@@ -50,7 +51,12 @@ class DecodeBench:
         if library is not None:
             environment["CLLM_LIBRARY"] = str(library)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.decode_bench", *map(str, (model, threads, sequences, cells))],
+            [
+                sys.executable,
+                "-m",
+                "bench.decode_bench",
+                *map(str, (model, threads, sequences, cells, int(own_kernels))),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -149,7 +155,7 @@ def _middle(length: Length) -> int:
     return length if isinstance(length, int) else sum(length) // len(length)
 
 
-def main(model: str, threads: str, sequences: str, cells: str) -> None:
+def main(model: str, threads: str, sequences: str, cells: str, own_kernels: str) -> None:
     """The worker: decode what standard input asks for until it ends."""
     from cllm.backend.llama.runner import LlamaRunner
     from cllm.config import EngineConfig
@@ -159,6 +165,7 @@ def main(model: str, threads: str, sequences: str, cells: str) -> None:
         parallel=int(sequences),
         ctx_size=int(sequences) * int(cells),
         threads=int(threads),
+        own_kernels=own_kernels == "1",
         poll=0,  # between two probes its threads must not take a core from what is measured
     )
     runner = LlamaRunner(config)

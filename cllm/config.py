@@ -77,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     poll: Annotated[int, Meta(ge=0, le=100)] | None = None
     flash_attention: bool = True
     extra_buffers: bool | None = None
+    own_kernels: bool = True
     pooling: Annotated[str, Meta(pattern=POOLING)] = ""
 
     parallel: Annotated[int, Meta(ge=0, le=255)] = 0

@@ -38,6 +38,10 @@ SAMPLING_SOURCE = Path(__file__).with_name("sampling.c")
 SAMPLING_NAME = "libcllm-sampling.so"  # in a folder of a library for every CPU
 MEMBERS_SOURCE = Path(__file__).with_name("members.cpp")
 MEMBERS_NAME = "libcllm-members.so"  # beside the library, whose layout of a context it was compiled for
+KERNEL_SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cpp") for name in ("kernels", "attention", "products")
+)
+KERNELS_NAME = "libcllm-kernels.so"  # likewise: for its CPU, and the classes of its backend
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 
 
@@ -265,22 +269,36 @@ def compile_sampling(compiler: str | None = None, folder: Path | None = None) ->
     log(f"sampling in C could not be compiled, so sampling is slower: {output.strip()}")
 
 
-def compile_members(library: Path, compiler: str | None = None) -> None:
-    """Compile what reads llama.cpp's own members beside a library, once. If it fails a line is printed."""
-    path = library / MEMBERS_NAME
-    if path.exists() and path.stat().st_mtime >= MEMBERS_SOURCE.stat().st_mtime:
+def compile_beside(library: Path, compiler: str | None = None) -> None:
+    """Compile what belongs to this very library, once: members.cpp, and kernels for its CPU.
+
+    If one fails a line is printed, and llama.cpp is used as it is.
+    """
+    try:
+        info = json.loads((library / "build.json").read_text(encoding="utf-8"))
+    except OSError:
         return
-    found = toolchain.find_compiler(cache_directory() / "tools", compiler)
-    with _lock():
-        source = toolchain.fetch_source() / "vendor" / "llama.cpp"
-    folders = (f"-I{source / folder}" for folder in ("src", "include", "ggml/include"))
-    flags = ("-std=c++17", "-O2", "-shared", "-fPIC", "-nostdlib", *folders)  # it calls nothing
-    new = path.with_suffix(".new")
-    code, output = toolchain.run_command([*found.cxx, *flags, str(MEMBERS_SOURCE), "-o", str(new)])
-    if code == 0:
-        new.replace(path)
-    else:
-        log(f"adapters and pictures take longer, since members.cpp could not be compiled: {output.strip()}")
+    native = info["flags"] if info["portable"] else ["-march=native", *info["flags"]]
+    wanted = {MEMBERS_NAME: ([MEMBERS_SOURCE], ["-O2"])}
+    if not info.get("variants"):  # one backend for each CPU, which hides what kernels are appended to
+        wanted[KERNELS_NAME] = [*KERNEL_SOURCES], ["-O3", *native]
+    files = (library / f"lib{name}.so" for name in ("llama", "ggml-cpu", "ggml-base"))
+    linked = [*(str(file) for file in files if file.exists()), "-Wl,-rpath,$ORIGIN"]
+    for name, (sources, flags) in wanted.items():
+        path, new = library / name, library / f"{name}.new"
+        newest = max(each.stat().st_mtime for each in (*sources, *sources[0].parent.glob("*.hpp")))
+        if path.exists() and path.stat().st_mtime >= newest:
+            continue
+        found = toolchain.find_compiler(cache_directory() / "tools", compiler)
+        with _lock():
+            root = toolchain.fetch_source() / "vendor" / "llama.cpp"
+        headers = ("src", "include", "ggml/include", "ggml/src", "ggml/src/ggml-cpu")
+        command = [*found.cxx, "-std=c++17", "-shared", "-fPIC", *(f"-I{root / each}" for each in headers)]
+        code, output = toolchain.run_command([*command, *map(str, sources), *flags, *linked, "-o", str(new)])
+        if code == 0:
+            new.replace(path)
+        else:
+            log(f"{name} could not be compiled, so some things take longer: {output.strip()}")
 
 
 def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> bool:
@@ -362,7 +380,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
         print(built, flush=True)
         if not chosen.portable:
             compile_sampling(chosen.compiler, built if chosen.variants else None)
-        compile_members(built, chosen.compiler)
+        compile_beside(built, chosen.compiler)
         if plan is not None:
             jobs = chosen.jobs or toolchain.default_jobs(module.BYTES_PER_JOB[plan.backend])
             print(_build_beside(plan, jobs, module.describe_time(plan.backend, jobs), force=chosen.force))

@@ -20,7 +20,6 @@ from typer import Argument, Option
 
 from cllm import __version__
 from cllm.backend.llama import library
-from cllm.backend.llama.conversion import TARGET, find_gain, pays
 from cllm.backend.llama.gguf import TABLES, GgufFile, GgufHeader
 from cllm.backend.llama.kernels import choose_buffers, describe_types
 from cllm.backend.llama.memory import MemoryFit
@@ -72,7 +71,7 @@ def doctor_command(
         fit = MemoryFit(header, config, list_devices())
         trained = f"{len(header.tensors)} tensors, trained for {header.context_train} tokens"
         table.add_row("model", f"{header.path.name}: {header.architecture}, {trained}")
-        _weights(header, config, embedded=not model, table=table)
+        _weights(header, config, table)
         table.add_row("placement", fit.describe_placement())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
@@ -118,6 +117,8 @@ def _library(folder: Path, features: Collection[str], table: Table) -> None:
     table.add_row("build", _build_info(folder))
     system_info = library.load(folder).api.llama_print_system_info().decode().strip()
     table.add_row("compiled for", system_info)
+    own = "cllm's own" if library.load(folder).use_kernels() else "llama.cpp's"
+    table.add_row("kernels", f"{own}, for attention and products on the CPU")
     if packaged:
         table.add_row("variant", loaded_variant() or "unknown")
         gain = "would gain a few percent at most: the variant uses all that this CPU has"
@@ -153,14 +154,11 @@ def _gpus(folder: Path, table: Table) -> None:
         table.add_row("device", f"{device.name}: {device.description}, {memory}{shared}")
 
 
-def _weights(header: GgufHeader, config: EngineConfig, *, embedded: bool, table: Table) -> None:
+def _weights(header: GgufHeader, config: EngineConfig, table: Table) -> None:
     """Add what the tensor types of the model cost on this CPU, and which would be faster."""
-    threads = compute_threads(config)
-    for row in describe_types(header, threads):
+    for row in describe_types(header, compute_threads(config)):
         table.add_row("weights", row)
     table.add_row("", "repacked" if config.extra_buffers else "plain, which is faster here than repacked")
-    if embedded and pays(find_gain(header, threads)):
-        table.add_row("", f"the embedded model is served as {TARGET}, unless its file is named")
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:

@@ -57,8 +57,7 @@ def resolve(
 def resolve_config(config: EngineConfig) -> EngineConfig:
     """Replace the references to models by their files. Raises SetupError.
 
-    A hub's model is checked by its header, as the settings have it, before it is pulled. The embedded one may
-    be a faster copy.
+    A hub's model is checked by its header, as the settings have it, before it is pulled.
     """
 
     def check(head: Path) -> None:
@@ -71,10 +70,6 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
             prepare(msgspec.structs.replace(found, gpu_layers=0))
 
     model, draft = resolve(config.model, offline=config.offline, check=check), config.draft_model
-    if not config.model:
-        from cllm.backend.llama.conversion import choose_file
-
-        model = choose_file(model, config)
     if draft:
         draft = str(resolve(draft, offline=config.offline, mmproj=False))
     adapters = tuple(

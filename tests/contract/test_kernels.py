@@ -1,4 +1,4 @@
-"""Kernels on this machine: types can be timed, and a model can be converted to a faster one."""
+"""Kernels on this machine: types can be timed, and a model can be written as another one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama import conversion, kernels
-from cllm.backend.llama.conversion import choose_file, convert
+from cllm.backend.llama import kernels
+from cllm.backend.llama.conversion import write_copy
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.kernels import count_weights, time_types
 from cllm.backend.llama.library import load
 from cllm.backend.llama.probe import run_probe
 from cllm.config import EngineConfig
+from cllm.errors import LibraryError
 from tests.tiny_models import make_dense
 
-_Q4_1_FILE = 3  # LLAMA_FTYPE_MOSTLY_Q4_1
+_Q4_1_FILE, _Q8_0_FILE = 3, 7  # LLAMA_FTYPE_MOSTLY_Q4_1, …_Q8_0
 
 
 @pytest.fixture(autouse=True)
@@ -51,25 +52,18 @@ def shipped(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_model_is_converted_once_and_can_be_loaded(
-    shipped: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = convert(GgufHeader(shipped))
+def test_a_model_is_written_as_another_type_and_can_be_loaded(shipped: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    write_copy(GgufHeader(shipped), copy, _Q8_0_FILE)
     types = count_weights(GgufHeader(copy))
     assert "Q8_0" in types and "Q4_1" not in types
-    assert copy.is_relative_to(cache) and copy.name == shipped.name
     assert run_probe(EngineConfig(model=str(copy), threads=1)).passed
-    monkeypatch.setattr(conversion, "run_apart", None)
-    assert convert(GgufHeader(shipped)) == copy
 
 
-def test_a_model_that_llama_cpp_refuses_is_served_as_it_is(
-    shipped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(conversion, "find_gain", lambda header, threads: (2.0, 1.0))
+def test_what_llama_cpp_refuses_leaves_no_copy(shipped: Path, tmp_path: Path) -> None:
     data = shipped.read_bytes()
     assert data.count(b"llama") > 1
     shipped.write_bytes(data.replace(b"llama.block_count", b"llama.block_kount"))
-    assert choose_file(shipped, EngineConfig(gpu_layers=0)) == shipped
-    (line,) = caplog.messages
-    assert line.startswith("tiny.Q4_1.gguf is served as it is, since it cannot be converted: ")
+    with pytest.raises(LibraryError):
+        write_copy(GgufHeader(shipped), tmp_path / "copy.gguf", _Q8_0_FILE)
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name or path.name.startswith(".new")]

@@ -275,6 +275,7 @@ ROWS = (
     Row("flash_attention", "--no-flash-attention"),
     Row("extra_buffers", "--extra-buffers"),
     Row("extra_buffers", "--no-extra-buffers"),
+    Row("own_kernels", "--no-own-kernels"),
     Row("pooling", "--pooling mean", use=use_embeddings),
     Row("pooling", "--pooling last", use=use_embeddings),
     Row("pooling", "--pooling cls", "encoder"),

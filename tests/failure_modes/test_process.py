@@ -294,13 +294,32 @@ needs_elf = pytest.mark.skipif(
 
 @pytest.mark.failure_mode("illegal-instruction")
 @needs_elf
-def test_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
-    """The flash attention kernel cannot run here: it is found out beforehand, and one without is served."""
-    library = with_undefined_instruction(tmp_path, "libggml-cpu.so", "ggml_compute_forward_flash_attn_ext")
-    server = start(
-        str(tiny_model), "--threads", "1", CLLM_LIBRARY=str(library), CLLM_CACHE_DIR=str(tmp_path / "cache")
-    )
-    assert "SIGILL" in server.log_text and "without flash attention" in server.log_text
+@pytest.mark.parametrize(
+    ("file", "function", "flags", "served"),
+    [
+        ("libcllm-kernels.so", "_Z14find_attentionPK11ggml_tensor", (), "with llama.cpp's kernels"),
+        (
+            "libggml-cpu.so",
+            "ggml_compute_forward_flash_attn_ext",
+            ("--no-own-kernels",),
+            "without flash attention",
+        ),
+    ],
+)
+def test_sigill_in_a_kernel_falls_back(
+    start: StartServer,
+    tiny_model: Path,
+    tmp_path: Path,
+    file: str,
+    function: str,
+    flags: tuple[str, ...],
+    served: str,
+) -> None:
+    """A kernel cannot run here: it is found out beforehand, and others are used."""
+    library = with_undefined_instruction(tmp_path, file, function)
+    folders = {"CLLM_LIBRARY": str(library), "CLLM_CACHE_DIR": str(tmp_path / "cache")}
+    server = start(str(tiny_model), "--threads", "1", *flags, **folders)
+    assert "SIGILL" in server.log_text and served in server.log_text
     assert server.generate("it works", 4)["generated_tokens"] == 4
     assert server.metrics()["cllm_engine_restarts_total"] == 0
     server.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find
+from cllm.build.build import KERNELS_NAME
 from cllm.config import EngineConfig
 
 
@@ -46,6 +47,7 @@ def library_digest(folder: Path) -> str:
     """A digest of the library's files: it changes with a rebuild, not when the folder is moved."""
     files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
     info = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    info += [str(file.stat().st_size) for file in folder.glob(KERNELS_NAME)]  # compiled anew by each clone
     return _digest("\n".join(info).encode())
 
 

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from cllm.build.build import MEMBERS_NAME, find_built
+from cllm.build.build import KERNELS_NAME, MEMBERS_NAME, find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_media, find_modules
 from cllm.build.toolchain import BINDINGS_VERSION
@@ -138,7 +138,15 @@ class Library:
         self._log_callback = api.ggml_log_callback(_log_line)
         api.llama_log_set(self._log_callback, None)
         api.load_cpu(directory)
+        self.use_kernels()
         api.llama_backend_init()
+
+    def use_kernels(self, wanted: bool = True) -> bool:
+        """Compute by cllm's own kernels on the CPU, where they are, or by ggml's. Is attention among them?"""
+        try:
+            return bool(ctypes.CDLL(str(self.directory / KERNELS_NAME)).cllm_use_kernels(wanted))
+        except (OSError, AttributeError):  # not compiled, or an older one
+            return False
 
     def load_module(self) -> None:
         """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
@@ -215,6 +223,11 @@ def load_members() -> Any:
         return None
     members.cllm_plan_due.restype, members.cllm_plan_due.argtypes = ctypes.c_bool, (ctypes.c_void_p,)
     members.cllm_keep_plan.restype, members.cllm_keep_plan.argtypes = None, (ctypes.c_void_p, ctypes.c_size_t)
+    members.cllm_swap_graphs.restype, members.cllm_swap_graphs.argtypes = (
+        ctypes.c_void_p,
+        (ctypes.c_void_p,) * 2,
+    )
+    members.cllm_free_graphs.restype, members.cllm_free_graphs.argtypes = None, (ctypes.c_void_p,)
     members.cllm_token_table.restype = ctypes.c_void_p
     members.cllm_token_table.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     return members

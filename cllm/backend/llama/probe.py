@@ -55,10 +55,12 @@ def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
     if wants_gpu(config) and may_use_gpu():
         config = msgspec.structs.replace(config, gpu_layers=0)
         tried = [*tried, (WITHOUT_GPU, config)] if list_devices() else [("as configured", config)]
-    safe = msgspec.structs.replace(config, extra_buffers=False)
+    plain = msgspec.structs.replace(config, own_kernels=False)
+    safe = msgspec.structs.replace(plain, extra_buffers=False)
     safest = msgspec.structs.replace(safe, flash_attention=False, threads=1)
     return [
         *tried,
+        ("with llama.cpp's kernels (--no-own-kernels)", plain),
         ("without repacked weights (--no-extra-buffers)", safe),
         ("without flash attention, one thread", safest),
     ]
@@ -143,7 +145,8 @@ def _read_record(path: Path) -> ProbeRecord | None:
 def _record_path(config: EngineConfig) -> Path:
     """One record for each combination of machine, library, model (wherever it lies) and settings."""
     model, library = Path(config.model), find()
-    settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
+    settings: tuple[object, ...] = (config.extra_buffers, config.own_kernels, config.flash_attention)
+    settings += config.threads, config.gpu_layers
     file = (model.stat().st_size, sample_digest(model))
     fingerprint: list[object] = [platform.node(), library, library_digest(library), *file, *settings]
     if wants_gpu(config) and may_use_gpu():  # else as before there were modules: what is remembered is valid
@@ -187,7 +190,7 @@ def _main() -> int:
         kind, rounds = BatchKind.GENERATE, PROBE_TOKENS
         sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
         # A prompt uses the matrix kernels (where AMX crashed), single tokens the vector kernels.
-        text = runner.vocabulary.tokenize("one two three " * 8, add_special=True, parse_special=False)
+        text = runner.vocabulary.tokenize("one two three " * 32, add_special=True, parse_special=False)
         tokens = text[: runner.limits.batch_tokens]  # in some vocabularies every letter is a token
     else:
         kind, rounds, sampler, tokens = BatchKind.EMBED, 1, None, [0] * PROBE_TOKENS

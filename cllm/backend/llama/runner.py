@@ -60,6 +60,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._library = library or load(gpu=wants_gpu(config))
+        self._library.use_kernels(config.own_kernels)
         self._config = config
         frees = DeferredFrees()
         self._embedding: EmbeddingContext | None = None

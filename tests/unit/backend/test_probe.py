@@ -56,7 +56,7 @@ def start(config: EngineConfig, machine: Machine, monkeypatch: pytest.MonkeyPatc
 def test_what_passed_is_remembered(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(failing=1)
     first = start(config, machine, monkeypatch)
-    assert not first.extra_buffers and machine.probes == 2
+    assert not first.own_kernels and first.extra_buffers and machine.probes == 2
     assert start(config, machine, monkeypatch) == first
     assert machine.probes == 2
     (record,) = (Path(os.environ["CLLM_CACHE_DIR"]) / "probes").iterdir()
@@ -170,6 +170,7 @@ def test_where_the_library_lists_no_gpu_none_is_tried(
     assert not wants_gpu(start(config, machine, monkeypatch)) and machine.probes == 1
     assert [name for name, _ in settings_to_try(config)] == [
         "as configured",
+        "with llama.cpp's kernels (--no-own-kernels)",
         "without repacked weights (--no-extra-buffers)",
         "without flash attention, one thread",
     ]

@@ -27,7 +27,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "build.json").write_text(json.dumps({"version": "1", "variants": True}))
     monkeypatch.delenv("CLLM_LIBRARY", raising=False)
     api = SimpleNamespace(llama_print_system_info=lambda: b"CPU : NEON = 1 | DOTPROD = 1 | ")
-    loaded = SimpleNamespace(api=api)
+    loaded = SimpleNamespace(api=api, use_kernels=lambda: True)
     monkeypatch.setattr(library, "load", lambda _: loaded)
     monkeypatch.setattr(doctor, "loaded_variant", lambda: "armv8.2_1")
     return tmp_path

@@ -1,9 +1,8 @@
-"""The embedded model as it is served here against the file as shipped: its speed, and what it says.
+"""cllm's own kernels against ggml's, on the CPU, with the embedded model: their speed, and what it says.
 
 Prefill and decode alternate between the two, in processes of their own. Then both compute prose of Python's
 language reference: how far their next tokens differ, and how well each predicts the text. Kernels round
-activations to the type that suits the weights, so two types differ even where their weights are equal: as a
-control, both are compared with the shipped weights in F32.
+activations, each in its own way: as a control, both are compared with the same weights in F32.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.options import features, machine
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError
-from cllm.models.files import parse_file_type
-from cllm.models.resolve import resolve_config
 from cllm.models.store import embedded_model
 from proof.command import make_parser
 from proof.evidence import Bar, Evidence, record
@@ -46,17 +43,17 @@ Logits = npt.NDArray[np.float64]
 
 
 class Speeds(NamedTuple):
-    """Times of the shipped file over those of the served one, as medians of alternating rounds."""
+    """Times of ggml's kernels over those of the own ones, as medians of alternating rounds."""
 
     prefill: float
     decode: dict[int, float]  # by rows
 
 
-def measure_speed(shipped: Path, served: Path, threads: int, rounds: int) -> Speeds:
+def measure_speed(model: Path, threads: int, rounds: int) -> Speeds:
     prefill: list[float] = []
     decode: dict[int, list[float]] = {rows: [] for rows in PROMPTS}
     with ExitStack() as stack:
-        benches = [stack.enter_context(DecodeBench(path, threads)) for path in (shipped, served)]
+        benches = [stack.enter_context(DecodeBench(model, threads, own_kernels=own)) for own in (False, True)]
         for number in range(-1, rounds):  # the first is a warm-up
             for rows, ratios in decode.items():
                 before, now = (bench(rows, PROMPTS[rows], OUTPUT) for bench in benches)
@@ -78,30 +75,37 @@ def dequantise(source: Path, target: Path) -> Path:
     return target
 
 
-def score(runner: LlamaRunner, tokens: Sequence[int]) -> Iterator[Logits]:
-    """Logarithms of the probabilities of the next token, after each token of a text."""
-    for begin in range(0, len(tokens), PIECE):
-        piece = tuple(tokens[begin : begin + PIECE])
-        assert runner.decode((Row(0, begin, piece, len(piece), None),)) == 0
-        logits = runner.logits(len(piece)).astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    runner.remove(0)
+class Scorer:
+    """A model that is computed with one kind of kernels."""
+
+    def __init__(self, runner: LlamaRunner, *, own: bool) -> None:
+        self.runner, self._own = runner, own
+
+    def score(self, tokens: Sequence[int]) -> Iterator[Logits]:
+        """Logarithms of the probabilities of the next token, after each token of a text."""
+        for begin in range(0, len(tokens), PIECE):
+            piece = tuple(tokens[begin : begin + PIECE])
+            load().use_kernels(self._own)
+            assert self.runner.decode((Row(0, begin, piece, len(piece), None),)) == 0
+            logits = self.runner.logits(len(piece)).astype(np.float64)
+            logits -= logits.max(axis=1, keepdims=True)
+            yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        self.runner.remove(0)
 
 
 class Comparison:
     """How far models differ from each other on texts. The first is the one that others are compared with."""
 
-    def __init__(self, runners: dict[str, LlamaRunner]) -> None:
+    def __init__(self, runners: dict[str, Scorer]) -> None:
         self._runners = runners
         self.divergences: dict[tuple[str, str], list[float]] = {}  # by pair, of each token
         self.losses: dict[str, list[float]] = {name: [] for name in runners}  # of each text
 
     def add(self, text: str) -> None:
         first, *_ = self._runners.values()
-        tokens = first.vocabulary.tokenize(text, add_special=True, parse_special=False)[:TOKENS]
+        tokens = first.runner.vocabulary.tokenize(text, add_special=True, parse_special=False)[:TOKENS]
         losses: dict[str, float] = dict.fromkeys(self._runners, 0.0)
-        runs = [score(runner, tokens) for runner in self._runners.values()]
+        runs = [runner.score(tokens) for runner in self._runners.values()]
         for place, rows in enumerate(zip(*runs, strict=True)):
             found = dict(zip(self._runners, rows, strict=True))
             following = np.array(tokens[place * PIECE + 1 :][:PIECE])
@@ -124,50 +128,45 @@ class Comparison:
         return ratio, ratio * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def compare_text(shipped: Path, served: Path, threads: int, texts: int) -> Comparison:
+def compare_text(model: Path, threads: int, texts: int) -> Comparison:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        exact = dequantise(shipped, Path(folder, "exact.gguf"))
+        exact = dequantise(model, Path(folder, "exact.gguf"))
         runners = {}
-        for name, path in {"F32": exact, "shipped": shipped, "served": served}.items():
+        for name, path in {"F32": exact, "ggml": model, "own": model}.items():
             config = EngineConfig(
                 model=str(path), parallel=1, ctx_size=512, threads=threads, gpu_layers=0, draft_tokens=0
             )
-            runners[name] = stack.enter_context(closing(LlamaRunner(config)))
+            runner = stack.enter_context(closing(LlamaRunner(config)))
+            runners[name] = Scorer(runner, own=name == "own")
         comparison = Comparison(runners)
         for number in range(texts):
             comparison.add(prose(f"weights {number}", TOKENS))
+        load().use_kernels()
         return comparison
 
 
-def make_evidence(speeds: Speeds, comparison: Comparison, types: Sequence[str]) -> Evidence:
-    """The row of the proof. Only x86 without AMX lacks a kernel for the shipped type."""
+def make_evidence(speeds: Speeds, comparison: Comparison) -> Evidence:
+    """The row of the proof. AMX has kernels for the embedded model's type, other CPUs of x86 none."""
     slow = machine().endswith("x86_64") and "amx_int8" not in features()
     least = MIN_PREFILL if slow else MIN_DECODE
-    kl = comparison.get_divergence("shipped", "served")
-    ratio, error = comparison.compare_perplexity("shipped", "served")
+    kl = comparison.get_divergence("ggml", "own")
+    ratio, error = comparison.compare_perplexity("ggml", "own")
     controls = {
-        f"KL divergence of F32 and {name}": comparison.get_divergence("F32", name)
-        for name in ("shipped", "served")
+        f"KL divergence of F32 and {name}": comparison.get_divergence("F32", name) for name in ("ggml", "own")
     }
-    perplexity = math.exp(statistics.fmean(comparison.losses["shipped"]))
+    perplexity = math.exp(statistics.fmean(comparison.losses["ggml"]))
     return Evidence(
-        name="weights",
+        name="kernels",
         order=85,
-        title="The embedded model as it is served",
+        title="Kernels of cllm's own",
         about=(
-            f"The file as shipped ({types[0]}) and as it is served here ({types[1]}): prompts of "
-            f"{PROMPTS[1]} tokens and {OUTPUT - 1} steps of decode in alternating rounds, then "
-            f"{len(comparison.losses['served'])} texts of {TOKENS} tokens from Python's language reference. "
-            "As a control, both are compared with the shipped weights in F32: kernels round activations, for "
-            "each type in another way, so that equal weights differ, too."
+            f"The embedded model with ggml's kernels and with cllm's own: prompts of {PROMPTS[1]} tokens and "
+            f"{OUTPUT - 1} steps of decode in alternating rounds, then "
+            f"{len(comparison.losses['own'])} texts of {TOKENS} tokens from Python's language reference. As "
+            "a control, both are compared with the same weights in F32."
         ),
         bars=[
-            Bar(
-                "prefill, times the shipped file's",
-                f"≥ {least}",
-                f"{speeds.prefill:.2f}",
-                speeds.prefill >= least,
-            ),
+            Bar("prefill, times ggml's", f"≥ {least}", f"{speeds.prefill:.2f}", speeds.prefill >= least),
             *(
                 Bar(f"decode of {rows}", f"≥ {MIN_DECODE}", f"{found:.2f}", found >= MIN_DECODE)
                 for rows, found in speeds.decode.items()
@@ -175,16 +174,13 @@ def make_evidence(speeds: Speeds, comparison: Comparison, types: Sequence[str]) 
             Bar("mean KL divergence of the next token", f"≤ {MAX_KL}", f"{kl:.4f}", kl <= MAX_KL),
             Bar("perplexity", f"≤ {MAX_PERPLEXITY}", f"{ratio:.4f} ± {error:.4f}", ratio <= MAX_PERPLEXITY),
         ],
-        figures={**controls, "perplexity of the shipped file": perplexity},
+        figures={**controls, "perplexity with ggml's": perplexity},
     )
 
 
-def run_weights(threads: int = 0, rounds: int = ROUNDS, texts: int = TEXTS) -> int:
-    shipped = embedded_model()
-    served = Path(resolve_config(EngineConfig(threads=threads, gpu_layers=0)).model)
-    speeds = measure_speed(shipped, served, threads, rounds)
-    comparison = compare_text(shipped, served, threads, texts)
-    evidence = make_evidence(speeds, comparison, [read_type(path) for path in (shipped, served)])
+def run_kernels(threads: int = 0, rounds: int = ROUNDS, texts: int = TEXTS) -> int:
+    model = embedded_model()
+    evidence = make_evidence(measure_speed(model, threads, rounds), compare_text(model, threads, texts))
     print(*(f"{name}: {value:.4f}" for name, value in evidence.figures.items()), sep="\n")
     if rounds >= ROUNDS and texts >= TEXTS:
         return record(evidence)
@@ -192,14 +188,8 @@ def run_weights(threads: int = 0, rounds: int = ROUNDS, texts: int = TEXTS) -> i
         return record(evidence, Path(folder))
 
 
-def read_type(path: Path) -> str:
-    config = EngineConfig(model=str(path), parallel=1, ctx_size=256, threads=1, gpu_layers=0)
-    with closing(LlamaRunner(config)) as runner:
-        return parse_file_type(runner.info.description).quant
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         __name__, __doc__, "--threads", rounds=(ROUNDS, "of each speed"), texts=(TEXTS, "of prose")
     )
-    return run_command(parser, arguments, run_weights)
+    return run_command(parser, arguments, run_kernels)
