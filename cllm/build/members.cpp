@@ -27,12 +27,15 @@ struct Reached {
 struct Planned {};
 struct Set {};
 struct Graph {};
+struct Graphs {};
 auto & reach(llama_context &, Planned);
 auto & reach(llama_context &, Set);
 auto & reach(llama_context &, Graph);
+auto & reach(llama_context &, Graphs);
 template struct Reached<&llama_context::sched_need_reserve, Planned>;
 template struct Reached<&llama_context::loras, Set>;
 template struct Reached<&llama_context::gf_res_prev_active, Graph>;
+template struct Reached<&llama_context::gf_res_prev, Graphs>;
 
 // Whether the next decode of a context will plan its graphs.
 extern "C" bool cllm_plan_due(llama_context * context) { return reach(*context, Planned {}); }
@@ -45,3 +48,17 @@ extern "C" void cllm_keep_plan(llama_context * context, size_t count) {
         reach(*context, Graph {}) = nullptr; // the set may lie where an earlier one did: no graph is used again
     }
 }
+
+using Kept = std::array<llm_graph_result_ptr, 2>; // what the graphs of steps with and without output are built in
+
+// Build graphs in `kept` from here on, or in new ones, and return those that were in use. A GPU knows a graph that it has
+// recorded by the addresses of its nodes: built where it was, it is not recorded again.
+extern "C" Kept * cllm_swap_graphs(llama_context * context, Kept * kept) {
+    if (!kept) {
+        kept = new Kept;
+    }
+    std::swap(*kept, reach(*context, Graphs {}));
+    return kept;
+}
+
+extern "C" void cllm_free_graphs(Kept * kept) { delete kept; }

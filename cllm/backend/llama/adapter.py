@@ -19,6 +19,7 @@ A, B = ".lora_a", ".lora_b"
 IGNORED = "_norm.weight"  # by llama.cpp
 FLOATS = tuple(TENSOR_TYPES[name] for name in ("F32", "F16", "BF16"))
 DIGEST = 24  # hexadecimal digits
+MAX_GRAPHS = 16  # sets whose graphs are kept, of some MiB each
 
 
 class LlamaAdapters:
@@ -31,6 +32,7 @@ class LlamaAdapters:
         self.key = ""  # of the set in use
         self._plans = load_members()
         self._grown = True  # an adapter was loaded for which the context's largest graph may have no room
+        self._graphs: dict[str, int] = {}  # of sets that are not in use, by key
 
     def check(self, adapter: Adapter) -> Adapter:
         """See `ModelRunner.check_adapter`."""
@@ -83,12 +85,20 @@ class LlamaAdapters:
         self._model.api.llama_set_adapters_lora(context, pointers, len(scales), values)
         if planned:
             self._plans.cllm_keep_plan(context, len(scales))
+            self._graphs[self.key] = self._plans.cllm_swap_graphs(context, self._graphs.pop(key, None))
         elif self._plans and self._plans.cllm_plan_due(context):
             self._grown = False
+        self._free_graphs(MAX_GRAPHS if planned else 0)
         self.key = key
+
+    def _free_graphs(self, kept: int) -> None:
+        """Free the graphs of sets, but for those used last."""
+        while len(self._graphs) > kept:
+            self._plans.cllm_free_graphs(self._graphs.pop(next(iter(self._graphs))))
 
     def close(self) -> None:
         """Free all of them: before the model, which would free them again."""
+        self._free_graphs(0)
         for adapter in self._loaded.values():
             adapter.close()
 
