@@ -289,17 +289,19 @@ class LeastRecentSlot:
     cache: PrefixCache
     transfer: KVTransfer
 
-    def __call__(self, sequence: Running, match: PrefixMatch | None, running: Mapping[int, Running]) -> int:
+    def __call__(
+        self, sequence: Running, match: PrefixMatch | None, running: Mapping[int, Running]
+    ) -> tuple[int, PrefixMatch | None]:
         device = self.cache.device
         if match is not None and isinstance(match.origin, SlotContent):
             device.remove(match.origin)
-            return match.origin.seq_id
+            return match.origin.seq_id, match
         if empty := device.pool.free - device.by_slot.keys():
-            return min(empty)
+            return min(empty), match
         victim = next(iter(device.entries))
         self.transfer.offload(victim, others=bool(running))
         device.clear(victim)
-        return victim.seq_id
+        return victim.seq_id, match
 
 
 def get_workloads(costs: MachineCosts) -> list[Definition]:

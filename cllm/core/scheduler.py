@@ -270,8 +270,9 @@ class Scheduler(StepGroup[Sequence]):
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
-        if (slot := self.prefix_cache.choose_slot(sequence, match, self.running)) is None:
+        if (chosen := self.prefix_cache.choose_slot(sequence, match, self.running)) is None:
             return  # the last free ones could not be cleared
+        slot, match = chosen
         lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None
         self.waiting.remove(sequence)

@@ -248,10 +248,10 @@ class Sequence:
         more = len(self.tokens) + 1 < self.stopping.token_limit
         return self.stopping.plain and more and not self.stops and not self.unscored
 
-    def shared_with(self, other: Sequence) -> int:
+    def shared_with(self, keyed: Tokens[int]) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""
-        limit = max(0, min(len(self.tokens) - 1, len(other.tokens)))
-        return common_length(self.keyed[:limit], other.keyed)
+        limit = max(0, min(len(self.tokens) - 1, len(keyed)))
+        return common_length(self.keyed[:limit], keyed)
 
     def usage(self) -> Usage:
         return Usage(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from cllm.core.kv_cache import prefix_index
@@ -126,7 +127,7 @@ class PrefixCache:
     def _match_source(self, sequence: Sequence, other: Sequence) -> PrefixMatch:
         """What a running sequence has for this one; where its memory cannot be cut, at its checkpoints."""
         prompt, spans = sequence.request.prompt, other.request.prompt.spans
-        common = prompt.floor(sequence.shared_with(other), spans)
+        common = prompt.floor(sequence.shared_with(other.keyed), spans)
         if self._cuttable:
             return PrefixMatch(common, other)
         if planned := [length for length in other.stops if length <= common]:
@@ -171,8 +172,11 @@ class PrefixCache:
 
     def choose_slot(
         self, sequence: Sequence, match: PrefixMatch | None, running: Mapping[int, Sequence]
-    ) -> int | None:
-        """A free slot for a sequence, None if there is none: one that holds its prefix, or an empty one."""
+    ) -> tuple[int, PrefixMatch | None] | None:
+        """A free slot for a sequence, None if there is none: one that holds its prefix, or an empty one.
+
+        Without a match, what an evicted slot shares with the sequence stays there: that costs nothing.
+        """
         origin = match.origin if match is not None else None
         content = origin if isinstance(origin, SlotContent) else None
         length = match.length if match is not None else 0
@@ -182,7 +186,20 @@ class PrefixCache:
             self.slots.make_room(needed, running.values(), content)
         # Ids of one set of adapters are computed together: those of others make no gap smaller.
         beside = {slot: each for slot, each in running.items() if each.adapter == sequence.adapter}
-        return self.slots.choose(sequence, beside, content, length, others=bool(running))
+        shared = partial(self._match_content, sequence)
+        found = self.slots.choose(
+            *(sequence, beside, content, length),
+            others=bool(running),
+            shares=lambda held: match is None and shared(held).length >= MIN_PREFIX_TOKENS,
+        )
+        return found and (found[0], match if found[1] is None else shared(found[1]))
+
+    def _match_content(self, sequence: Sequence, held: SlotContent) -> PrefixMatch:
+        """What a slot has of the beginning of a sequence."""
+        fits = sequence.request.reuse and not sequence.unscored and not sequence.swapped
+        common = sequence.shared_with(held.tokens) if fits and held.tenant == self._key(sequence) else 0
+        cut = held.longest_cut(sequence.request.prompt.floor(common, held.spans))
+        return PrefixMatch(cut.length, held, cut.checkpoint)
 
     def order(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Sequences that start together, shortest first: so those of equal length get neighbouring slots.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Steps
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -72,9 +72,11 @@ class SlotChoice:
         length: int = 0,
         *,
         others: bool = False,
-    ) -> int | None:
+        shares: Callable[[SlotContent], bool] = lambda _: False,
+    ) -> tuple[int, SlotContent | None] | None:
         """The cheapest free slot, emptied; that of `content`, which holds the first `length` tokens, is cut.
 
+        One that `shares` a beginning with the sequence is left as it is, and its content returned.
         `running` are in its steps, and `others` wait for what is copied. None if the last free ones could not
         be cleared.
         """
@@ -100,11 +102,12 @@ class SlotChoice:
                 if content.mostly_beyond(length):
                     self._transfer.offload(content, others=others)
                 self._device.remove(content)
-                return slot
+                return slot, None
+            left = held if held is not None and shares(held) else None
             if held is not None:
-                self._evict(held, others=others)
+                self._evict(held, others=others, empties=left is None)
             if slot in self._pool.free:
-                return slot
+                return slot, left
         return None
 
     def loss_s(self, content: SlotContent, length: int, sequence: Sequence) -> float:
@@ -120,11 +123,11 @@ class SlotChoice:
             self._evict(victim, others=others)
         return victim is not None
 
-    def _evict(self, content: SlotContent, *, others: bool) -> None:
-        """Empty a slot; what it holds is offloaded if that pays."""
+    def _evict(self, content: SlotContent, *, others: bool, empties: bool = True) -> None:
+        """Empty a slot, or leave that to be done; what it holds is offloaded if that pays."""
         if not self._transfer.offload(content, others=others):
             self._device.returns.observe(content.used, len(content.tokens), returned=False)
-        self._device.clear(content)
+        (self._device.clear if empties else self._device.remove)(content)
         self._device.evictions += 1
 
     def make_room(self, needed: int, running: Collection[Sequence], keep: SlotContent | None) -> None:
