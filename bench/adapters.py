@@ -167,10 +167,11 @@ def show_switches(model: Path, files: Sequence[Path], threads: int) -> str:
         adapters = [runner.check_adapter(Adapter(name=file.stem, file=str(file))) for file in files[:2]]
         for adapter in adapters:
             runner.load_adapter(adapter)
-        keys, plans = [join_key([(each.digest, 1.0)]) for each in adapters], runner._adapters._plans
-        for label, runner._adapters._plans in (("kept", plans), ("planned anew", None)) * 3:
+        keys = [join_key([(each.digest, 1.0)]) for each in adapters]
+        for label, anew in (("kept", False), ("planned anew", True)) * 3:
             steps: tuple[list[float], list[float]] = ([], [])
             for turn in range(12):
+                runner._adapters._grown = anew
                 for times in steps:
                     rows = (row(runner, seq_id, [turn], 1) for seq_id in range(2))
                     result = runner.run(Batch(tuple(rows), adapter=keys[turn % 2]))

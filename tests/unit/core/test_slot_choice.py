@@ -67,6 +67,19 @@ def test_where_no_slot_is_empty_the_one_used_longest_ago_is_evicted_to_ram() -> 
     assert slots.usage(slots.ask(prompts[2])).cached_from == "device"
 
 
+def test_an_evicted_slot_keeps_what_the_next_sequence_shares_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The opening of a template is not worth a copy, and is there."""
+    slots = Slots(sequences=2)
+    slots.host_cache.cached_limit = slots.host_cache.limit = 0
+    monkeypatch.setattr(slots.prefix_cache._transfer, "copy_s", lambda tokens: 1.0)
+    names = [slots.ask(words(1, 12) + words(seed, 300)) for seed in range(2, 6)]
+    assert [slots.usage(name).cached_tokens for name in names] == [0, 0, 12, 12]
+    assert slots.usage(slots.ask(words(9, 300))).cached_tokens == 0
+    assert slots.prefix_cache.device.evictions == 3
+
+
 def test_a_branch_of_a_long_conversation_is_cut_rather_than_another_conversation_evicted() -> None:
     slots = Slots(sequences=2)
     slots.host_cache.cached_limit = slots.host_cache.limit = 0  # what is evicted is lost
