@@ -120,12 +120,12 @@ inline void read_halves(uint8_t * to, const uint8_t * from) { // the low halves 
 }
 
 inline void add_fifth(uint8_t * to, const uint8_t * bits) { // a bit for each number
-    const all_bytes four = { 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3 };
     const all_bytes each = { 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
                              1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128 };
     all_bytes all{};
     std::memcpy(&all, bits, 4);
-    all = __builtin_shuffle(all, four);
+    all = __builtin_shufflevector(all, all, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, // each byte for eight
+                                  2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     put(to, take<all_bytes>(to) | ((all_bytes) ((all & each) != 0) & 16));
 }
 
@@ -325,8 +325,8 @@ ggml::cpu::tensor_traits * find_product(const ggml_tensor * op) {
         return nullptr;
     }
     switch (weights->type) {
-        case GGML_TYPE_Q4_1: return find<block_q4_1>(tokens, 3);
-        case GGML_TYPE_Q5_1: return find<block_q5_1>(tokens, 3);
+        case GGML_TYPE_Q4_1: return find<block_q4_1>(tokens, LANES == 16 ? 3 : 8);
+        case GGML_TYPE_Q5_1: return find<block_q5_1>(tokens, LANES == 16 ? 3 : 8);
 #    if defined(__AVX512VNNI__) // elsewhere ggml's kernels for these are as good, or were not measured
         case GGML_TYPE_Q4_0: return find<block_q4_0>(tokens, 12);
         case GGML_TYPE_Q5_0: return find<block_q5_0>(tokens, 12);
