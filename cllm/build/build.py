@@ -279,8 +279,9 @@ def compile_beside(library: Path, compiler: str | None = None) -> None:
     except OSError:
         return
     native = info["flags"] if info["portable"] else ["-march=native", *info["flags"]]
-    wanted = {MEMBERS_NAME: ([MEMBERS_SOURCE], ["-O2"])}
-    if not info.get("variants"):  # one backend for each CPU, which hides what kernels are appended to
+    variants = info.get("variants")
+    wanted = {MEMBERS_NAME: ([MEMBERS_SOURCE], ["-O2", *(["-static-libstdc++"] if variants else [])])}
+    if not variants:  # one backend for each CPU, which hides what kernels are appended to
         wanted[KERNELS_NAME] = [*KERNEL_SOURCES], ["-O3", *native]
     files = (library / f"lib{name}.so" for name in ("llama", "ggml-cpu", "ggml-base"))
     linked = [*(str(file) for file in files if file.exists()), "-Wl,-rpath,$ORIGIN"]
