@@ -190,7 +190,7 @@ def _main() -> int:
         kind, rounds = BatchKind.GENERATE, PROBE_TOKENS
         sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
         # A prompt uses the matrix kernels (where AMX crashed), single tokens the vector kernels.
-        text = runner.vocabulary.tokenize("one two three " * 32, add_special=True, parse_special=False)
+        text = runner.vocabulary.tokenize("one two three " * 22, add_special=True, parse_special=False)
         tokens = text[: runner.limits.batch_tokens]  # in some vocabularies every letter is a token
     else:
         kind, rounds, sampler, tokens = BatchKind.EMBED, 1, None, [0] * PROBE_TOKENS
