@@ -313,8 +313,9 @@ void compute(const Plan & plan, const Factors & factors, const ggml_tensor * op,
 
     for (int64_t first = unit.first; first < unit.last; first += CELLS) {
         const int64_t cells = std::min(CELLS, unit.last - first), whole = cells / LANES * LANES;
+        bool          mixed = false; // some cells are hidden from some rows
         if (mask || cells < CELLS) {
-            vec seen = all(-INFINITY);
+            vec seen = all(-INFINITY), lowest = all(0.0f);
             for (int64_t token = 0; token < unit.tokens; token++) {
                 float * to = masks + token * CELLS;
                 if (mask) {
@@ -332,12 +333,14 @@ void compute(const Plan & plan, const Factors & factors, const ggml_tensor * op,
                 }
                 std::fill(to + cells, to + CELLS, -INFINITY);
                 for (int64_t cell = 0; cell < CELLS; cell += LANES) {
-                    seen = larger(seen, load(to + cell));
+                    seen   = larger(seen, load(to + cell));
+                    lowest = larger(lowest, -load(to + cell));
                 }
             }
             if (fold_max(seen) == -INFINITY) {
                 continue;
             }
+            mixed = fold_max(lowest) == INFINITY;
         }
         const char * k_data =
             (const char *) k->data + first * k->nb[1] + unit.kv_head * k->nb[2] + unit.stream * k->nb[3];
@@ -348,10 +351,11 @@ void compute(const Plan & plan, const Factors & factors, const ggml_tensor * op,
             float *      to   = values + cell * width;
             if (v_read) {
                 v_read(from, to, width);
-                continue;
             }
-            for (int64_t d = 0; d < width; d += LANES) {
-                store(to + d, load((const T *) from + d));
+            for (int64_t d = 0; d < width && (mixed || !v_read); d += LANES) {
+                const vec value = v_read ? load(to + d) : load((const T *) from + d);
+                // A hidden cell counts 0 times, which is no number where it holds none.
+                store(to + d, mixed ? (value - value == vec{} ? value : vec{}) : value);
             }
         }
         int64_t stride = k->nb[1];
@@ -396,7 +400,8 @@ void compute(const Plan & plan, const Factors & factors, const ggml_tensor * op,
                     values[n] = hyperbolic_tangent(values[n]) * all(factors.cap);
                 }
                 if (bias) {
-                    values[n] += load(bias + n * LANES) * all(slope);
+                    const vec added = load(bias + n * LANES) * all(slope);
+                    values[n] = added == all(-INFINITY) ? added : values[n] + added;
                 }
                 highest = larger(highest, values[n]);
             }

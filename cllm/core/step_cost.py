@@ -15,9 +15,7 @@ from cllm.backend.base import RECORDED_AFTER, Batch, DraftCost, StepResult
 
 Vector = npt.NDArray[np.float64]
 
-TILE = (
-    64  # tokens that ggml's attention on a CPU takes at once; fewer go one by one, but for kernels of our own
-)
+TILE = 64  # tokens that ggml's attention on a CPU takes at once; fewer go one by one
 
 DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
 LONG_CONTEXT = 1024  # cells: from here on attention counts in what a lone row's drafts cost

@@ -149,13 +149,18 @@ def test_a_token_of_a_prompt_attends_alike_in_every_chunk(graph: Graph, tokens: 
     assert (alone == found[:, :tokens]).all()
 
 
-def test_a_cell_that_is_masked_leaves_no_trace(graph: Graph) -> None:
-    case = Case(tokens=2, cells=128)
+@pytest.mark.parametrize("kind", [F16, F32])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("stale", [0.5, np.inf, np.nan])
+def test_a_cell_that_is_masked_leaves_no_trace(graph: Graph, tokens: int, kind: int, stale: float) -> None:
+    """Whatever another sequence has left there."""
+    case = Case(tokens=tokens, cells=128, kind=kind)
     q, k, v, mask, sinks = draw(case)
     mask[..., 40:] = -np.inf
     before = run(graph, case, q, k[0], v[0], mask, sinks)
-    others = make_cells(np.random.default_rng(8), F16, k[1].shape)
-    mixed = [np.concatenate([own[1][:, :40], others[1][:, 40:]], axis=1).astype("f2") for own in (k, v)]
+    others = np.full_like(k[1], stale)
+    mixed = [np.concatenate([own[1][:, :40], others[:, 40:]], axis=1) for own in (k, v)]
+    mixed = [each.astype("f4" if kind == F32 else "f2") for each in mixed]
     after = run(graph, case, q, mixed[0].tobytes(), mixed[1].tobytes(), mask, sinks)
     assert (before == after).all() and np.isfinite(before).all()
 
