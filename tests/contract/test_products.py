@@ -34,7 +34,7 @@ def make_weights(kind: GGMLQuantizationType, rows: int, depth: int) -> tuple[byt
     return blocks.tobytes(), quants.dequantize(blocks.reshape(rows, -1), kind).astype(float)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 13, 32])
+@pytest.mark.parametrize("tokens", [1, 3, 13, 32, 64])  # Q5_K: from 64 on
 @pytest.mark.parametrize("name", KINDS)
 def test_products_are_those_of_what_is_stored(name: str, tokens: int) -> None:
     kind, rows, depth = GGMLQuantizationType[name], 48, 768
