@@ -6,6 +6,7 @@ so a policy can be judged for a machine that is not here.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -65,9 +66,11 @@ def split_shape(batch: Batch, ubatch_tokens: int) -> StepShape:
     `StepShape.of` looks at rows. Here a long row is attended in tiles only where enough of its tokens are in
     one ubatch, which rows of other lengths cut short.
     """
-    lengths = {row.seq_id: len(row.tokens) for row in batch.rows} | dict.fromkeys(batch.padding, 1)
-    positions = {row.seq_id: row.position for row in batch.rows} | dict.fromkeys(batch.padding, 0)
-    prefill = sum(len(row.tokens) for row in batch.rows if len(row.tokens) > max(1, row.outputs))
+    lengths = Counter({row.seq_id: len(row.tokens) for row in batch.rows})
+    long = [row.seq_id for row in batch.rows if len(row.tokens) > max(1, row.outputs)]
+    lengths.update(batch.padding)
+    positions = dict.fromkeys(batch.padding, 0) | {row.seq_id: row.position for row in batch.rows}
+    prefill = sum(lengths[seq_id] for seq_id in long)
     rows = sum(lengths.values()) - prefill
     ubatches, attended, tiled = 0, 0.0, 0.0
     while lengths:

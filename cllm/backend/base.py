@@ -6,6 +6,7 @@ do. The engine core knows nothing of llama.cpp and a runner knows nothing of req
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
@@ -95,16 +96,16 @@ class Batch(NamedTuple):
 
     In a MEDIA batch every row has media, and one that is not causal is alone.
 
-    `padding` holds ids between those of the rows: of slots that are empty or take no part in this step. Each
-    gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
-    step: so the ids have no gaps.
+    `padding` has tokens by id that are discarded: after those of a row, so that rows are equally long, or of
+    a slot between the rows that is empty or takes no part, so that the ids have no gaps. It holds afterwards
+    what it would hold without, whatever the outcome of the step.
 
     `adapter` is the key of the set of adapters that all rows are computed with; changing it takes time.
     """
 
     rows: tuple[Row, ...]
     kind: BatchKind = BatchKind.GENERATE
-    padding: tuple[int, ...] = ()
+    padding: Mapping[int, int] = {}
     adapter: str = ""
 
     @property
@@ -298,7 +299,9 @@ def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) ->
     Unified KV: by size alone. Split KV: a ubatch takes a run of consecutive ids and the same number of
     tokens of each, so gaps between ids and rows of unequal length cost extra.
     """
-    left = {row.seq_id: len(row.tokens) for row in rows}
+    left: Counter[int] = Counter()
+    for row in rows:
+        left[row.seq_id] += len(row.tokens)
     if unified:
         return -(-sum(left.values()) // ubatch_tokens)
     if set(left.values()) == {1} and max(left) - min(left) + 1 == len(left) <= ubatch_tokens:

@@ -329,7 +329,7 @@ class EngineCore:
             half = len(batch.rows) // 2
             for rows in (batch.rows[:half], batch.rows[half:]):
                 # The outcome of the first half may have preempted or ended a sequence of the second.
-                if (left := group.still_scheduled(batch._replace(rows=rows, padding=()))).rows:
+                if (left := group.still_scheduled(batch._replace(rows=rows, padding={}))).rows:
                     yield from self._compute(group, left)
         else:
             yield batch, result

@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from cllm.backend.base import SCORED_LOGITS, Row, count_ubatches
+from cllm.backend.base import SCORED_LOGITS, Row
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, TINY, StepCost, StepCostModel, StepShape, attended_pairs
 from cllm.types import Request
@@ -19,7 +19,7 @@ class PromptPart(NamedTuple):
     """Tokens of a prompt that are to be computed, or that a step computes."""
 
     position: int
-    tokens: int
+    tokens: int  # with padding
     scored: bool = False  # their log-probabilities are wanted
 
 
@@ -60,7 +60,7 @@ class ChunkCost:
         prefill = sum(part.tokens for part in parts)
         scored = sum(part.tokens for part in parts if part.scored)
         first = int(rows > 0)
-        for position, part, _ in parts:
+        for position, part, *_ in parts:
             together = part - first if self._split else prefill + rows
             pairs = attended_pairs(part, position, together)
             attended, tiled = attended + pairs[0], tiled + pairs[1]
@@ -155,6 +155,8 @@ class PrefillBudget:
         self.first_chunk = first_chunk
         self.defers = defers
         self.target_s = target_s
+        self.padded_cells = 0  # up to which prompts may be padded, where that can be removed again
+        self.padding: dict[int, int] = {}  # tokens by slot, after those of the prompts in the last step
         self.alternates = False  # with steps of another budget: a sequence waits for one of each
         self.sets = 1  # of adapters, that take turns: a sequence waits for a step of each other one
         self.contended = False  # another engine waits for each step: its streams may, where none runs here
@@ -183,7 +185,7 @@ class PrefillBudget:
     def schedule_tokens(
         self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
     ) -> dict[str, int]:
-        """Tokens by request id; a sequence that is missing has no part in this step.
+        """Tokens by request id; a sequence that is missing has no part in this step. Sets `padding`, too.
 
         Each decoding sequence gets one token, unless its sampler would cost the others too much (`_defer`);
         prompts get what there is time for. Of several prompts the shortest
@@ -191,15 +193,7 @@ class PrefillBudget:
         one step in `OLDEST_FIRST` belongs to the oldest: short prompts may double the time of a long one, not
         more. Steps and not parts of steps, since small chunks are slow.
         """
-        sequences = list(running)
-        if len(sequences) == 1 and not self.waited_for and 1 < sequences[0].computable <= self.batch_tokens:
-            self.charge_step(sequences, [], [(sequences[0], sequences[0].computable)])
-            return {sequences[0].id: sequences[0].computable}
-        if all(sequence.pending == 1 for sequence in sequences):
-            decoding = self._defer(sequences)
-            self.charge_step(sequences, decoding)
-            return {sequence.id: 1 for sequence in decoding}
-        sequences.sort(key=attrgetter("arrival"))
+        sequences, self.padding = sorted(running, key=attrgetter("arrival")), {}
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         rows = [sequence for sequence in sequences if sequence not in prompts]
@@ -213,25 +207,49 @@ class PrefillBudget:
         if not prompts:
             self.charge_step(sequences, decoding)
             return shares
+        longer = self._pad({each: each.computable for each in prompts})
         if len(prompts) > 1:
             self._turn += 1
-            begin = int(self._turn % self.OLDEST_FIRST == 0)
-            prompts[begin:] = sorted(prompts[begin:], key=urgency)
+            oldest = prompts[: int(self._turn % self.OLDEST_FIRST == 0)]
+            others = (each for each in longer if each not in oldest)
+            prompts = oldest + sorted(others, key=lambda each: urgency(each) + longer[each] - each.computable)
         room = self.prefill_tokens(
             max(len(decoding), int(bool(rows))),  # those left out wait for their token, too
             context=sum(sequence.num_computed for sequence in decoding),
             sampling_s=sum(sequence.sample_s for sequence in decoding),
-            prompts=[
-                PromptPart(prompt.num_computed, prompt.computable, prompt.unscored > 0) for prompt in prompts
-            ],
+            prompts=[PromptPart(each.num_computed, longer[each], each.unscored > 0) for each in prompts],
             streamed=any(sequence.request.streamed for sequence in rows),
         )
         offset = get_offset(len(decoding), split=self.cost.split)
-        parts = divide(room, [prompt.computable for prompt in prompts], offset)
-        chunks = [(prompt, part) for prompt, part in zip(prompts, parts, strict=False) if part]
-        shares.update((prompt.id, part) for prompt, part in chunks)
-        self.charge_step(sequences, decoding, chunks)
+        parts = dict(zip(prompts, divide(room, [longer[each] for each in prompts], offset), strict=False))
+        own = {prompt: min(part, prompt.computable) for prompt, part in parts.items() if part}
+        for prompt, length in self._pad(own).items():  # as long as others in this step
+            shares[prompt.id] = own[prompt]
+            if padding := min(length, parts[prompt]) - own[prompt]:
+                self.padding[prompt.seq_id] = padding
+        self.charge_step(sequences, decoding, own.items())
         return shares
+
+    def _pad(self, lengths: dict[Sequence, int]) -> dict[Sequence, int]:
+        """The same, as long as a longer one's of its run where that costs less than a ubatch; by slot.
+
+        With split KV, rows of unequal length are computed apart, and so are runs of consecutive ids.
+        """
+        if not self.padded_cells or len(lengths) < 2 or (step := self.cost.step) is None:
+            return lengths
+        by_slot = sorted(lengths, key=attrgetter("seq_id"))
+        kinds: dict[tuple[int, int], list[Sequence]] = {}
+        for rank, each in enumerate(by_slot):
+            kinds.setdefault((each.seq_id - rank, -lengths[each]), []).append(each)
+        last, longest, padded = None, 0, dict.fromkeys(by_slot, 0)
+        for (run, _), alike in sorted(kinds.items()):
+            length = lengths[alike[0]]
+            pairs_s = max(step.attended, step.tiled) * sum(each.num_computed + length for each in alike)
+            padding_s = (longest - length) * (step.prefill_token * len(alike) + pairs_s)
+            fits = longest + max(each.num_computed for each in alike) <= self.padded_cells
+            last, longest = run, longest if run == last and fits and padding_s < step.ubatch else length
+            padded.update(dict.fromkeys(alike, longest))
+        return padded
 
     def charge(self, spent: Iterable[tuple[Request, float]], *, beside: bool = True) -> None:
         """Note what a step takes; does it count for being ahead, too?"""
@@ -387,11 +405,9 @@ def limit_scored(running: Iterable[Sequence], counts: dict[str, int], vocabulary
     """Bound the prompt tokens of a step that are scored: each takes a line of logits. One gets on."""
     room = max(1, SCORED_LOGITS // vocabulary)
     for sequence in running:
-        if sequence.unscored and sequence.id in counts:
-            counts[sequence.id] = min(counts[sequence.id], room)
+        if sequence.unscored and (count := counts.pop(sequence.id, 0)) and room:
+            counts[sequence.id] = min(count, room)
             room -= counts[sequence.id]
-            if not counts[sequence.id]:
-                del counts[sequence.id]
 
 
 def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
@@ -422,28 +438,20 @@ def choose_padding(
 ) -> tuple[int, ...]:
     """Padding rows: unused slots between the rows' ids that are worth a token each. Rows ascend by id.
 
-    With split KV, llama.cpp computes a run of consecutive ids at once, so a gap costs another pass over the
-    weights. An unused slot in the gap (`unused`: cells by slot) can be given a token that is discarded, which
-    costs a row; and every row of a run looks at as many cells as the longest has.
+    With split KV, llama.cpp computes a run of consecutive ids at once, so gaps between two rows of one token
+    cost another pass over the weights. An unused slot (`unused`: cells by slot) can be given a token that is
+    discarded, which costs a row; and every row of a run looks at as many cells as the longest has.
     """
-    ids = [row.seq_id for row in rows]
+    padding: list[int] = []
     if (step := cost.step) is None:
         return ()
+    taken, widest = {row.seq_id for row in rows}, max(row.position for row in rows)
     room = max_tokens - sum(len(row.tokens) for row in rows)
-    padded = list(rows)
-    padding: list[int] = []
-    ubatches = count_ubatches(padded, max_tokens, unified=False)
-    widest = max(row.position for row in rows)
-    for before, after in pairwise(ids):
-        gap = range(before + 1, after)
-        if not gap or len(gap) > room or not all(seq_id in unused for seq_id in gap):
-            continue
-        tried = [*padded, *(Row(seq_id, 0, (0,), 0, None) for seq_id in gap)]
-        ubatches_then = count_ubatches(tried, max_tokens, unified=False)
-        wider = max(0, max(unused[seq_id] for seq_id in gap) - widest)
-        padding_s = len(gap) * step.row + len(tried) * wider * step.attended
-        if (ubatches - ubatches_then) * step.ubatch > padding_s:
-            padded, ubatches = tried, ubatches_then
-            padding += gap
-            room -= len(gap)
+    for before, after in pairwise(row.seq_id for row in rows if len(row.tokens) == 1):
+        gap = [seq_id for seq_id in range(before + 1, after) if seq_id not in taken]
+        if gap and len(gap) <= room - len(padding) and unused.keys() >= set(gap):
+            wider = max(0, max(unused[seq_id] for seq_id in gap) - widest)
+            attending = len(rows) + len(padding) + len(gap)
+            if step.ubatch > len(gap) * step.row + attending * wider * step.attended:
+                padding += gap
     return tuple(padding)

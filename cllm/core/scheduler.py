@@ -112,6 +112,7 @@ class Scheduler(StepGroup[Sequence]):
             across_tenants=share_across_tenants,
         )
         self._preparation = preparation
+        budget.padded_cells = runner.limits.sequence_cells * (self.layout.splits and self.transfer.cuttable)
         self._masks = TokenMasks(runner.vocabulary)
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
@@ -191,16 +192,17 @@ class Scheduler(StepGroup[Sequence]):
         ]
         if not rows:
             return None
-        padding: tuple[int, ...] = ()
+        padding = {slot: tokens for slot, tokens in self.budget.padding.items() if slot in scheduled}
         # A pool has no gaps; recurrent states must not be moved about.
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
         if gaps and self.layout.splits and not self.runner.info.recurrent:
             unused = dict.fromkeys(self.pool.free, 0) | self.prefix_cache.device.lengths
             left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
-            padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
+            room = limits.batch_tokens - sum(padding.values())
+            padding |= dict.fromkeys(choose_padding(rows, unused, self.budget.cost, room), 1)
         batch = Batch(tuple(rows), padding=padding, adapter=self.turns.key)
-        assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
+        assert batch.token_count + sum(padding.values()) <= limits.batch_tokens, "over the limit"
         return batch
 
     def update(self, batch: Batch, result: StepResult) -> None:

@@ -196,9 +196,7 @@ class Sequence:
         wants_output = end == len(self.tokens) and request.max_tokens > 0
         assert wants_output or not drafts
         tokens = self.tokens[begin:end]
-        media = None
-        if self.media_end:
-            media = self._media_rows(begin, end)
+        media = self._media_rows(begin, end) if self.media_end else None
         return Row(
             lease.seq_id,
             self.position,

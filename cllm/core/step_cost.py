@@ -39,22 +39,25 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, ubatches: int, *, split: bool) -> StepShape:
         """The shape of a batch; with `split` KV, rows of unequal length are computed apart."""
-        prefill, single = 0, len(batch.padding)
+        padding = dict(batch.padding)
+        prefill = single = 0
         attended = tiled = 0.0
         together = batch.token_count
         if together == len(batch.rows) and (split or together < TILE):  # as most steps are
             cells = sum(row.position for row in batch.rows)
-            return cls(ubatches, 0, single + together, cells + together / 2)
+            return cls(ubatches, 0, together + sum(padding.values()), cells + together / 2)
         first = int(len(batch.rows) > 1)  # of a long row: computed along with the others
         for row in batch.rows:
             if (count := len(row.tokens)) == max(1, row.outputs):
                 single += count
             else:
+                count += padding.pop(row.seq_id, 0)
                 prefill += count
             pairs = attended_pairs(count, row.position, count - first if split else together)
             attended += pairs[0]
             tiled += pairs[1]
-        return cls(ubatches, prefill, single, attended, tiled, sum(len(row.scored) for row in batch.rows))
+        scored = sum(len(row.scored) for row in batch.rows)
+        return cls(ubatches, prefill, single + sum(padding.values()), attended, tiled, scored)
 
 
 def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Padding rows between slots: one ubatch instead of two, and no text shows it."""
+"""Padding between slots and after prompts: one ubatch instead of two, and no text shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_padding_row_makes_one_ubatch_of_two_and_is_gone_afterwards(
         feed(runner, seq_id, words(seq_id, 30 + seq_id))
     rows = tuple(row(runner, seq_id, (65,), outputs=1)._replace(logprobs=8) for seq_id in (0, 2, 3))
     with Aborts(native(runner)).watching() as aborts:
-        result = runner.run(Batch(rows, padding=(1,)))
+        result = runner.run(Batch(rows, padding={1: 1}))
         filled, aborts.nodes = aborts.nodes, 0
         cut = runner.run(Batch(tuple(row(runner, i, (66,), outputs=1) for i in (0, 2, 3))))
         assert (result.ubatches, cut.ubatches) == (1, 2)
@@ -49,13 +49,35 @@ def test_a_slot_that_takes_no_part_can_be_padding_and_keeps_what_it_holds(
         feed(runner, seq_id, tokens)
     for token in range(65, 85):  # more steps than a sliding window holds
         rows = tuple(row(runner, seq_id, (token,), outputs=1) for seq_id in (0, 2))
-        assert runner.run(Batch(rows, padding=(1,))).ubatches == 1
+        assert runner.run(Batch(rows, padding={1: 1})).ubatches == 1
         for seq_id in (0, 2):
             known[seq_id].append(token)
         assert positions(runner) == [len(known[seq_id]) for seq_id in range(3)]
     last = tuple(row(runner, seq_id, (90,), outputs=1)._replace(logprobs=8) for seq_id in range(3))
     for seq_id, outcome in enumerate(runner.run(Batch(last)).rows):
         assert_alike(kind, dict(outcome.logprobs[0].top), reference.says(kind, (*known[seq_id], 90)))
+
+
+@pytest.mark.parametrize("kind", STREAMS[:2], ids=lambda kind: kind.label)
+def test_prompts_of_unequal_length_make_one_ubatch_and_the_shorter_ones_end_where_they_did(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    runner = CheckedRunner(opened(kind, sequences=4))
+    feed(runner, 1, words(7, 25))  # one goes on, beside those that begin
+    prompts = {0: words(0, 12), 1: words(1, 9), 2: words(2, 12), 3: words(3, 5)}
+    rows = [row(runner, each, tokens, outputs=1)._replace(logprobs=8) for each, tokens in prompts.items()]
+    result = runner.run(Batch(tuple(rows), padding={1: 3, 3: 7}))
+    assert result.ubatches == 1 and positions(runner) == [12, 34, 12, 5]
+    for seq_id, outcome in enumerate(result.rows):
+        prompt = (*words(7, 25), *prompts[1]) if seq_id == 1 else prompts[seq_id]
+        assert_alike(kind, dict(outcome.logprobs[0].top), reference.says(kind, prompt))
+        prompts[seq_id] = (*prompt, 65)
+    for outcome, prompt in zip(
+        runner.run(Batch(tuple(row(runner, i, (65,), outputs=1)._replace(logprobs=8) for i in prompts))).rows,
+        prompts.values(),
+        strict=True,
+    ):
+        assert_alike(kind, dict(outcome.logprobs[0].top), reference.says(kind, prompt))
 
 
 @streams
@@ -68,12 +90,12 @@ def test_a_padding_row_is_gone_after_a_step_that_failed(kind: Kind, opened: Open
         for stop in (0, 5):
             aborts.nodes, aborts.at = 0, stop
             rows = tuple(row(runner, seq_id, (65,), outputs=1) for seq_id in (0, 2))
-            assert runner.run(Batch(rows, padding=(1,))).status is StepStatus.ABORTED
+            assert runner.run(Batch(rows, padding={1: 1})).status is StepStatus.ABORTED
             assert runner.next_position(1) == 0
             for seq_id in (0, 2):
                 assert runner.truncate(seq_id, 30) == 30
     refused = tuple(row(runner, seq_id, (10_000,)) for seq_id in (0, 2))
-    assert runner.run(Batch(refused, padding=(1,))).status is StepStatus.BAD_BATCH
+    assert runner.run(Batch(refused, padding={1: 1})).status is StepStatus.BAD_BATCH
     assert positions(runner) == [30, 0, 30]
 
 
@@ -89,7 +111,7 @@ def test_padding_in_a_slot_that_was_just_released_spoils_no_copy(
     assert runner.copy(1, 2, 80) == 80
     runner.truncate(1, 0)
     rows = (row(runner, 0, (65,), outputs=1), row(runner, 2, (66,), outputs=1)._replace(logprobs=8))
-    result = runner.run(Batch(rows, padding=(1,)))
+    result = runner.run(Batch(rows, padding={1: 1}))
     assert positions(runner) == [21, 0, 81]
     assert_alike(kind, dict(result.rows[1].logprobs[0].top), reference.says(kind, (*prompt, 66)))
 

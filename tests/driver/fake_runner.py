@@ -194,10 +194,12 @@ class FakeRunner(ScriptedRunner):
         ids = [row.seq_id for row in batch.rows]
         assert split_key(batch.adapter).keys() <= self.adapters.keys(), "the set is not loaded"
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
-        assert 0 < batch.token_count + len(batch.padding) <= self.limits.batch_tokens
-        for seq_id in batch.padding:
-            assert ids[0] < seq_id < ids[-1] and seq_id not in ids
-            assert not self.memory[seq_id] or self.trimmable, "padding rows are removed again"
+        assert 0 < batch.token_count + sum(batch.padding.values()) <= self.limits.batch_tokens
+        lengths = {row.seq_id: row.position + len(row.tokens) for row in batch.rows}
+        for seq_id, count in batch.padding.items():
+            assert ids[0] <= seq_id <= ids[-1] and (seq_id in ids or count == 1)
+            assert lengths.get(seq_id, 0) + count <= self.limits.sequence_cells
+            assert self.trimmable or not (self.memory[seq_id] or seq_id in ids), "padding is removed again"
         media = [row.media for row in batch.rows if row.media is not None]
         assert len(media) == (len(ids) if batch.kind is BatchKind.MEDIA else 0), "tokens and rows are mixed"
         last = min(self.memory[ids[0]][-1:], default=0)  # negative inside of a picture

@@ -357,7 +357,8 @@ class NativeBatch:
         if (count := sum(len(row.tokens) for row in rows)) > self.capacity:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
         ids = [row.seq_id for row in rows]
-        assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
+        starts = [(row.seq_id, row.position) for row in rows]  # a row's padding follows it
+        assert starts == sorted(set(starts)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
         self.struct.n_tokens = count
         lines = [len(row.scored) + row.outputs for row in rows]

@@ -109,16 +109,18 @@ class MtpContext(LlamaContext):
     def _media_batch(self) -> NativeBatch:
         return HiddenBatch(self.api, self.limits.batch_tokens, self.limits.sequences)
 
-    def observe(self, rows: Sequence[Row], padding: Collection[int]) -> None:
-        """Take in what the model has just computed; `padding` are ids that keep nothing of it."""
+    def observe(self, rows: Sequence[Row], padding: Mapping[int, int]) -> None:
+        """Take in what the model has just computed; it keeps nothing from the positions of `padding` on."""
         hidden = self._target.hidden_rows(sum(len(row.tokens) for row in rows), self._width)
         end = 0
         for seq_id, position, tokens, *_, media in rows:
             begin, end = end, end + len(tokens)
+            if padding.get(seq_id) == position:
+                continue
             slot = self._slots[seq_id]
             if position < slot.computed or not position or slot.newest != tokens[0]:
                 slot = self._cut(seq_id, position)
-            if slot.lost or seq_id in padding:
+            if slot.lost:
                 continue
             if media is not None or position != slot.computed:
                 self._lose(seq_id)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -200,10 +201,12 @@ class LlamaRunner(LlamaContext, ModelRunner):
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
         self._rows = batch.rows
-        self._padding = {seq_id: self.next_position(seq_id) for seq_id in batch.padding}
+        self._padding = {}
         if batch.padding:
-            padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
-            self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
+            ends = {row.seq_id: row.position + len(row.tokens) for row in batch.rows}
+            self._padding = {each: ends.get(each) or self.next_position(each) for each in batch.padding}
+            padding = (Row(each, self._padding[each], (0,) * n, 0, None) for each, n in batch.padding.items())
+            self._rows = tuple(sorted((*batch.rows, *padding), key=attrgetter("seq_id", "position")))
         if not self.asynchronous:
             self.workers.left = encoder_threads(compute_threads(self._config)) if self.encoding else 0
         if batch.adapter != self._adapters.key:
@@ -246,10 +249,7 @@ class LlamaRunner(LlamaContext, ModelRunner):
         # Not as `truncate`, which may have to drop the whole sequence: a token more has pushed nothing out of
         # a sliding window that its successor at the same position looks back on.
         for seq_id, position in self._padding.items():
-            if position == 0:
-                self.remove(seq_id)
-            else:
-                self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
+            self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
         decoded = time.perf_counter()
         compute_s = decoded - self._decode_started
         if code != 0:

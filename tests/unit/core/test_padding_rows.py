@@ -1,4 +1,4 @@
-"""Padding rows: gaps between ids are filled where a row is cheaper than another pass over the weights."""
+"""Padding: gaps between ids and unequal prompts are filled where that is cheaper than another pass."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Row, count_ubatches
-from cllm.core.prefill_budget import choose_padding
+from cllm.core.prefill_budget import PrefillBudget, choose_padding
+from cllm.core.sequence import Sequence
+from cllm.core.slot_pool import SlotLease
 from cllm.core.step_cost import StepCost, StepCostModel
+from cllm.types import Prompt, Request
 
 EXPENSIVE_PASS = StepCost(ubatch=10e-3, prefill_token=1e-3, row=1e-3, attended=0.0)
 CHEAP_PASS = StepCost(ubatch=1e-3, prefill_token=1e-3, row=2e-3, attended=0.0)
@@ -73,3 +76,65 @@ def test_filling_never_costs_more_than_it_saves(
     before = count_ubatches(rows(lengths), 64, unified=False)
     after = count_ubatches(rows({**lengths, **dict.fromkeys(padding, 1)}), 64, unified=False)
     assert after * ubatch + len(padding) * row <= before * ubatch + 1e-9
+
+
+# Prompts of unequal length ------------------------------------------------------------------------------
+
+
+def schedule(lengths: list[int], cost: StepCost, *, cells: int = 4096, batch: int = 512) -> dict[int, int]:
+    """Tokens by slot, with padding, of the first step of prompts of these lengths: one in each slot."""
+    budget = PrefillBudget(batch, 0.25, known(cost))
+    budget.padded_cells = cells
+    prompts = [
+        Sequence(Request(id=str(n), prompt=Prompt((1,) * count), max_tokens=1), 4096, n)
+        for n, count in enumerate(lengths)
+    ]
+    for number, prompt in enumerate(prompts):
+        prompt.lease = SlotLease(number, prompt.id)
+    shares = budget.schedule_tokens(prompts, lambda prompt: prompt.pending)
+    assert all(shares.get(str(n), 0) <= count for n, count in enumerate(lengths)), "padding is no token"
+    shares = {n: shares[n] for n in sorted(shares)}
+    return {int(n): count + budget.padding.get(int(n), 0) for n, count in shares.items()}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "computed"),
+    [
+        ([20, 15, 18], [20, 20, 20]),
+        ([20, 9, 18], [20, 9, 20]),  # eleven tokens cost more than a pass
+        ([20, 16, 16, 18], [20, 20, 20, 20]),
+        ([20, 14, 14, 18], [20, 14, 14, 20]),  # so do six tokens twice
+        ([300, 20, 18], [300, 20, 20]),
+        ([20, 1, 15], [20, 1, 15]),  # a gap lies between
+        ([20], [20]),
+    ],
+)
+def test_prompts_side_by_side_are_made_equally_long_where_a_pass_costs_more(
+    lengths: list[int], computed: list[int]
+) -> None:
+    assert [*schedule(lengths, EXPENSIVE_PASS).values()] == computed
+    assert [*schedule(lengths, EXPENSIVE_PASS, cells=0).values()] == lengths
+    assert [*schedule(lengths, CHEAP_PASS._replace(ubatch=0.0)).values()] == lengths
+
+
+def test_padding_does_not_go_beyond_the_cells_of_a_slot() -> None:
+    assert schedule([20, 15], EXPENSIVE_PASS, cells=19) == {0: 20, 1: 15}
+
+
+def test_padding_to_the_length_of_a_prompt_that_is_not_in_the_step_is_none() -> None:
+    assert schedule([15, 12, 20], EXPENSIVE_PASS, batch=45) == {0: 15, 1: 15}
+
+
+@given(
+    lengths=st.lists(st.integers(2, 90), min_size=1, max_size=12),
+    ubatch=st.floats(0, 1),
+    token=st.floats(1e-3, 1),
+)
+def test_padded_prompts_cost_no_more_and_fit(lengths: list[int], ubatch: float, token: float) -> None:
+    cost = StepCost(ubatch, token, 0.0, 0.0)
+    computed = schedule(lengths, cost, batch=256)
+    own = {number: min(count, lengths[number]) for number, count in computed.items()}
+    assert sum(computed.values()) <= 256 and max(computed.values()) <= max(lengths)
+    before, after = (count_ubatches(rows(each), 256, unified=False) for each in (own, computed))
+    added = sum(computed.values()) - sum(own.values())
+    assert after * ubatch + added * token <= before * ubatch + 1e-6 or after <= before

@@ -251,7 +251,8 @@ def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[
 def test_the_shape_of_a_step() -> None:
     rows = (Row(0, 100, (1,), 1, None), Row(1, 50, (1, 2, 3, 4), 0, None))
     assert StepShape.of(Batch(rows), 2, split=True) == StepShape(2, 4, 1, 100.5 + 4 * 52)
-    assert StepShape.of(Batch(rows, padding=(2, 3)), 2, split=True) == StepShape(2, 4, 3, 100.5 + 4 * 52)
+    padded = Batch(rows, padding={1: 2, 2: 1, 3: 1})
+    assert StepShape.of(padded, 2, split=True) == StepShape(2, 6, 3, 100.5 + 6 * 53)
 
 
 def test_a_chunk_of_whole_tiles_is_distinguished_from_one_that_is_not() -> None:
