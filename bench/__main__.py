@@ -23,7 +23,7 @@ def bench_command(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="A server to compare with, again for more: 'llama-server=PATH [FLAGS]', URL, "
+            help="A server to compare with, again for more: 'llama-server=PATH [FLAGS]', cllm=FLAGS, URL, "
             "NAME=URL or 'none'; without it, the llama-server built beside the library"
         ),
     ] = None,

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -136,8 +136,10 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
-    """`llama-server=PATH`, which flags of it may follow, `URL`, `NAME=URL`, or a path."""
+    """`llama-server=PATH`, which flags of it may follow, `cllm=FLAGS`, `URL`, `NAME=URL`, or a path."""
     name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
+    if name == CLLM:
+        return [replace(cllm_peer(settings, flags=shlex.split(value)), name=f"{CLLM} {value}")]
     if "://" in value:
         return [url_peer(value, name)]
     if name not in ("", LLAMA_SERVER):

@@ -147,6 +147,8 @@ def test_peers_are_spelled_in_these_ways(tmp_path: Path) -> None:
     (alone,) = parse_peer(str(server), settings, both_layouts=False)
     assert alone == both[0] or alone.command == both[0].command
     assert alone.command[alone.command.index("--threads") + 1] == "3"
+    (other,) = parse_peer("cllm=--draft-tokens 0", settings, both_layouts=True)
+    assert other.name == "cllm --draft-tokens 0" and other.command[-2:] == ("--draft-tokens", "0")
     (tuned,) = parse_peer(f"llama-server={server} -ub 256 --no-repack", settings, both_layouts=False)
     assert tuned.name == f"{SPLIT} -ub 256 --no-repack" and tuned.family == alone.family
     assert tuned.command == (*alone.command, "-ub", "256", "--no-repack")
