@@ -139,7 +139,8 @@ def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[
     """`llama-server=PATH`, which flags of it may follow, `cllm=FLAGS`, `URL`, `NAME=URL`, or a path."""
     name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     if name == CLLM:
-        return [replace(cllm_peer(settings, flags=shlex.split(value)), name=f"{CLLM} {value}")]
+        ours = cllm_peer(settings, None, OpenAIApi(), shlex.split(value))
+        return [replace(ours, name=f"{CLLM} {value}")]
     if "://" in value:
         return [url_peer(value, name)]
     if name not in ("", LLAMA_SERVER):
