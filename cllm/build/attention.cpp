@@ -22,21 +22,6 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 
 inline vec add_pairs(vec a, vec b) { return every_second<0>(a, b, Every{}) + every_second<1>(a, b, Every{}); }
 
-template <int By = LANES / 2> inline float fold_max(vec a) {
-    if constexpr (By == 0) {
-        return a[0];
-    } else {
-        return fold_max<By / 2>(larger(a, rotate<By>(a, Every{})));
-    }
-}
-template <int By = LANES / 2> inline float fold_sum(vec a) {
-    if constexpr (By == 0) {
-        return a[0];
-    } else {
-        return fold_sum<By / 2>(a + rotate<By>(a, Every{}));
-    }
-}
-
 // e^x to 2e-7, and 0 below -87.
 inline vec exponential(vec x) {
     const vec magic = all(12582912.0f);

@@ -64,4 +64,19 @@ template <int By, int... I> inline vec rotate(vec a, Lanes<I...>) {
     return __builtin_shufflevector(a, a, ((I + By) % LANES)...);
 }
 using Every = typename Make<LANES>::type;
+
+template <int By = LANES / 2> inline float fold_max(vec a) {
+    if constexpr (By == 0) {
+        return a[0];
+    } else {
+        return fold_max<By / 2>(larger(a, rotate<By>(a, Every{})));
+    }
+}
+template <int By = LANES / 2> inline float fold_sum(vec a) {
+    if constexpr (By == 0) {
+        return a[0];
+    } else {
+        return fold_sum<By / 2>(a + rotate<By>(a, Every{}));
+    }
+}
 #endif

@@ -77,26 +77,49 @@ struct Token {
     float  scale, sum;
 };
 
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+inline ints round(vec value) {
+#    if LANES == 16
+    return (ints) _mm512_cvtps_epi32((__m512) value);
+#    elif LANES == 8
+    return (ints) _mm256_cvtps_epi32((__m256) value);
+#    else
+    return (ints) vcvtnq_s32_f32((float32x4_t) value);
+#    endif
+}
+
+inline vec to_floats(ints value) { return __builtin_convertvector(value, vec); }
+
 void quantize(Token * to, const float * from, int64_t depth) {
     for (int64_t block = 0; block < depth / BLOCK; block++, from += BLOCK, to++) {
-        float most = 0.0f;
-        for (int64_t i = 0; i < BLOCK; i++) {
-            most = std::max(most, std::fabs(from[i]));
+        vec most{}, sum{};
+        for (int64_t i = 0; i < BLOCK; i += LANES) {
+            most = larger(most, larger(load(from + i), -load(from + i)));
         }
-        const float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        int32_t     sum = 0;
-        for (int64_t i = 0; i < BLOCK; i++) {
-            const int32_t number = (int32_t) std::nearbyint(from[i] * inverse);
-            to->numbers[i]       = (int8_t) number;
-            sum += number;
+        const float largest = fold_max(most), scale = largest / 127.0f;
+        const vec   inverse = all(largest > 0.0f ? 127.0f / largest : 0.0f);
+        for (int64_t i = 0; i < BLOCK; i += LANES) {
+            const ints  numbers = round(load(from + i) * inverse);
+            const bytes narrow  = __builtin_convertvector(numbers, bytes);
+            std::memcpy(to->numbers + i, &narrow, sizeof narrow);
+            sum += to_floats(numbers);
         }
-        to->scale = scale, to->sum = scale * sum;
+        to->scale = scale, to->sum = scale * fold_sum(sum);
     }
 }
 
 // Readers: the numbers of one block of a row, its scales and its least values. ------------------------------------
 
-inline float real(ggml_half value) { return GGML_CPU_FP16_TO_FP32(value); }
+inline float real(ggml_half value) { // not from ggml's table, which a cache of this size has better uses for
+#    if LANES >= 8
+    return _cvtsh_ss(value);
+#    else
+    __fp16 number;
+    std::memcpy(&number, &value, sizeof number);
+    return number;
+#    endif
+}
 
 struct Parts {
     float scale, least;
@@ -111,52 +134,48 @@ template <typename T> inline T take(const void * from) {
     return value;
 }
 
-template <typename T> inline void put(uint8_t * to, T value) { std::memcpy(to, &value, sizeof value); }
-
-inline void read_halves(uint8_t * to, const uint8_t * from) { // the low halves of bytes, and then the high ones
+inline all_bytes read_halves(const uint8_t * from) { // the low halves of bytes, and then the high ones
     const half_bytes both = take<half_bytes>(from);
-    put(to, both & 15);
-    put(to + BLOCK / 2, both >> 4);
+    return __builtin_shufflevector(both & 15, both >> 4, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17,
+                                   18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-inline void add_fifth(uint8_t * to, const uint8_t * bits) { // a bit for each number
+inline all_bytes read_fifth(const uint8_t * bits) { // a bit for each number
     const all_bytes each = { 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
                              1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128 };
     all_bytes all{};
     std::memcpy(&all, bits, 4);
     all = __builtin_shufflevector(all, all, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, // each byte for eight
                                   2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    put(to, take<all_bytes>(to) | ((all_bytes) ((all & each) != 0) & 16));
+    return (all_bytes) ((all & each) != 0) & 16;
 }
 
-template <typename T> Parts read(uint8_t * to, const T * row, int64_t block);
+template <typename T> Parts read(all_bytes & to, const T * row, int64_t block);
 
-template <> inline Parts read(uint8_t * to, const block_q4_0 * row, int64_t block) {
-    read_halves(to, row[block].qs);
+template <> inline Parts read(all_bytes & to, const block_q4_0 * row, int64_t block) {
+    to = read_halves(row[block].qs);
     const float scale = real(row[block].d);
     return { scale, -8 * scale };
 }
 
-template <> inline Parts read(uint8_t * to, const block_q4_1 * row, int64_t block) {
-    read_halves(to, row[block].qs);
+template <> inline Parts read(all_bytes & to, const block_q4_1 * row, int64_t block) {
+    to = read_halves(row[block].qs);
     return { real(row[block].d), real(row[block].m) };
 }
 
-template <> inline Parts read(uint8_t * to, const block_q5_0 * row, int64_t block) {
-    read_halves(to, row[block].qs);
-    add_fifth(to, row[block].qh);
+template <> inline Parts read(all_bytes & to, const block_q5_0 * row, int64_t block) {
+    to = read_halves(row[block].qs) | read_fifth(row[block].qh);
     const float scale = real(row[block].d);
     return { scale, -16 * scale };
 }
 
-template <> inline Parts read(uint8_t * to, const block_q5_1 * row, int64_t block) {
-    read_halves(to, row[block].qs);
-    add_fifth(to, row[block].qh);
+template <> inline Parts read(all_bytes & to, const block_q5_1 * row, int64_t block) {
+    to = read_halves(row[block].qs) | read_fifth(row[block].qh);
     return { real(row[block].d), real(row[block].m) };
 }
 
-template <> inline Parts read(uint8_t * to, const block_q8_0 * row, int64_t block) {
-    put(to, take<all_bytes>(row[block].qs) + OFFSET);
+template <> inline Parts read(all_bytes & to, const block_q8_0 * row, int64_t block) {
+    to = take<all_bytes>(row[block].qs) + OFFSET;
     const float scale = real(row[block].d);
     return { scale, -OFFSET * scale };
 }
@@ -170,25 +189,25 @@ inline Parts read_six(const uint8_t * packed, int64_t part, float scale, float l
 
 inline all_bytes read_nibbles(const uint8_t * from, int shift) { return take<all_bytes>(from) >> shift & 15; }
 
-template <> inline Parts read(uint8_t * to, const block_q4_K * row, int64_t block) {
+template <> inline Parts read(all_bytes & to, const block_q4_K * row, int64_t block) {
     const block_q4_K & super = row[block / 8];
     const int64_t      part  = block % 8;
-    put(to, read_nibbles(super.qs + part / 2 * BLOCK, part % 2 * 4));
+    to = read_nibbles(super.qs + part / 2 * BLOCK, part % 2 * 4);
     return read_six(super.scales, part, real(super.d), real(super.dmin));
 }
 
-template <> inline Parts read(uint8_t * to, const block_q5_K * row, int64_t block) {
+template <> inline Parts read(all_bytes & to, const block_q5_K * row, int64_t block) {
     const block_q5_K & super = row[block / 8];
     const int64_t      part  = block % 8;
     const all_bytes fifth = take<all_bytes>(super.qh) >> part & 1;
-    put(to, read_nibbles(super.qs + part / 2 * BLOCK, part % 2 * 4) | fifth << 4);
+    to = read_nibbles(super.qs + part / 2 * BLOCK, part % 2 * 4) | fifth << 4;
     return read_six(super.scales, part, real(super.d), real(super.dmin));
 }
 
 // Panels ----------------------------------------------------------------------------------------------------------
 
 template <typename T> void unpack(Panel & to, const char * rows, size_t stride, int64_t block) {
-    alignas(64) uint8_t tile[ROWS][BLOCK];
+    alignas(64) all_bytes tile[ROWS];
     for (int row = 0; row < ROWS; row++) {
         const Parts parts = read<T>(tile[row], (const T *) (rows + row * stride), block);
         to.scale[row] = parts.scale, to.least[row] = parts.least;
@@ -211,8 +230,6 @@ template <typename T> void unpack(Panel & to, const char * rows, size_t stride, 
         to.numbers[i] = (ints) from[i];
     }
 }
-
-inline vec to_floats(ints value) { return __builtin_convertvector(value, vec); }
 
 // to[N tokens][ROWS] (+)= the panel's blocks × N tokens
 template <int N>
@@ -262,6 +279,105 @@ void multiply_all(float * to, int64_t width, const Panel * panel, const Token * 
         multiply<1>(to, width, panel, tokens, stride, blocks, adds);
     }
 }
+
+// One or two tokens do not pay for unpacking. Their blocks are laid out in pairs, as Q4_1 has its numbers: the low
+// halves of two blocks are a vector, and then the high ones.
+#    if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+constexpr int LINES = 4; // rows at once
+
+struct Pair {
+    int8_t numbers[2][BLOCK];
+    float  scale[2][2]; // of each block, and the sum of what its numbers stand for
+};
+static_assert(sizeof(Pair) == 2 * sizeof(Token));
+
+void pair_up(Pair * to, int64_t pairs) { // in place of tokens
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const Token * const tokens = (const Token *) (to + pair);
+        Pair                both;
+        for (int block = 0; block < 2; block++) {
+            for (int part = 0; part < 2; part++) {
+                std::memcpy(both.numbers[part] + block * BLOCK / 2, tokens[block].numbers + part * BLOCK / 2, BLOCK / 2);
+            }
+            both.scale[block][0] = tokens[block].scale, both.scale[block][1] = tokens[block].sum;
+        }
+        to[pair] = both;
+    }
+}
+
+inline __m256i half(const void * low, const void * high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) low)),
+                                   _mm_loadu_si128((const __m128i *) high), 1);
+}
+
+template <int N> // to[N tokens][LINES]
+void multiply_rows(float * to, int64_t width, const char * rows, size_t stride, const Pair * tokens, int64_t pairs) {
+    const __m256i nibble = _mm256_set1_epi8(15), each = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
+    __m256        sum[N][LINES];
+    __m128        least[N][LINES]; // in lanes 1 and 3
+    for (int n = 0; n < N; n++) {
+        for (int row = 0; row < LINES; row++) {
+            sum[n][row] = _mm256_setzero_ps(), least[n][row] = _mm_setzero_ps();
+        }
+    }
+    for (int64_t pair = 0; pair < pairs; pair++) {
+#        pragma GCC unroll 4
+        for (int row = 0; row < LINES; row++) {
+            const block_q4_1 * const blocks = (const block_q4_1 *) (rows + row * stride) + 2 * pair;
+            const __m256i both = half(blocks[0].qs, blocks[1].qs);
+            const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+            const __m128i parts = _mm_insert_epi32(_mm_loadu_si32(&blocks[0].d), take<int32_t>(&blocks[1].d), 1);
+            for (int n = 0; n < N; n++) {
+                const Pair &  token = tokens[n * pairs + pair];
+                const __m256i begun = _mm256_dpbusd_epi32(_mm256_setzero_si256(), low, take<__m256i>(token.numbers[0]));
+                const __m256i found = _mm256_dpbusd_epi32(begun, high, take<__m256i>(token.numbers[1]));
+                const __m128  scale = _mm_mul_ps(_mm_cvtph_ps(parts), _mm_loadu_ps(token.scale[0]));
+                const __m256  wide  = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(scale), each);
+                sum[n][row]   = _mm256_fmadd_ps(_mm256_cvtepi32_ps(found), wide, sum[n][row]);
+                least[n][row] = _mm_add_ps(least[n][row], scale);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++) {
+        for (int row = 0; row < LINES; row++) {
+            const vec all = (vec) _mm512_castps256_ps512(sum[n][row]);
+            to[n * width + row] = fold_sum<LANES / 4>(all) + least[n][row][1] + least[n][row][3];
+        }
+    }
+}
+
+// Each thread lays the tokens out for itself, so none waits for another one.
+struct FewProducts : ggml::cpu::tensor_traits {
+    bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
+        size = threads * ggml_nelements(op->src[1]) / BLOCK * sizeof(Token);
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        const ggml_tensor *weights = op->src[0], *input = op->src[1];
+        const int64_t      tokens = ggml_nrows(input), depth = weights->ne[0], pairs = depth / BLOCK / 2;
+        Pair * const       taken = (Pair *) params->wdata + params->ith * tokens * pairs;
+        for (int64_t token = 0; token < tokens; token++) {
+            quantize((Token *) (taken + token * pairs), (const float *) input->data + token * depth, depth);
+            pair_up(taken + token * pairs, pairs);
+        }
+        const int64_t count = weights->ne[1] / LINES, end = count * (params->ith + 1) / params->nth;
+        for (int64_t number = count * params->ith / params->nth; number < end; number++) {
+            const char * rows = (const char *) weights->data + number * LINES * weights->nb[1];
+            float *      to   = (float *) op->data + number * LINES;
+            (tokens == 1 ? multiply_rows<1> : multiply_rows<2>) (to, op->ne[0], rows, weights->nb[1], taken, pairs);
+        }
+        return true;
+    }
+};
+
+ggml::cpu::tensor_traits * find_few(const ggml_tensor * weights, int64_t tokens) {
+    static FewProducts products;
+    return weights->type == GGML_TYPE_Q4_1 && tokens <= 2 && weights->ne[0] % (2 * BLOCK) == 0 ? &products : nullptr;
+}
+#    else
+ggml::cpu::tensor_traits * find_few(const ggml_tensor *, int64_t) { return nullptr; }
+#    endif
 
 template <typename T> struct Product : ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
@@ -323,6 +439,9 @@ ggml::cpu::tensor_traits * find_product(const ggml_tensor * op) {
         op->type != GGML_TYPE_F32 || !ggml_is_contiguous(op) ||
         (weights->buffer && !ggml_backend_buffer_is_host(weights->buffer))) {
         return nullptr;
+    }
+    if (auto * few = find_few(weights, tokens)) {
+        return few;
     }
     switch (weights->type) {
         case GGML_TYPE_Q4_1: return find<block_q4_1>(tokens, LANES == 16 ? 3 : 8);

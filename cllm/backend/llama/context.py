@@ -353,11 +353,10 @@ class NativeBatch:
         )
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Lay the rows out one after the other. A batch over the capacity cannot be built: it raises."""
+        """Lay the rows out, padding after its row. A batch over the capacity cannot be built: it raises."""
         if (count := sum(len(row.tokens) for row in rows)) > self.capacity:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
         ids = [row.seq_id for row in rows]
-        # A row's padding follows it.
         starts = ids if count == len(rows) else [(row.seq_id, row.position) for row in rows]
         assert starts == sorted(set(starts)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
