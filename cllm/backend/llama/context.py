@@ -357,7 +357,7 @@ class NativeBatch:
         if (count := sum(len(row.tokens) for row in rows)) > self.capacity:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
         ids = [row.seq_id for row in rows]
-        starts = ids if count == len(rows) else [(row.seq_id, row.position) for row in rows]
+        starts = [(row.seq_id, row.position) for row in rows]
         assert starts == sorted(set(starts)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
         self.struct.n_tokens = count
