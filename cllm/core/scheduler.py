@@ -192,7 +192,7 @@ class Scheduler(StepGroup[Sequence]):
         ]
         if not rows:
             return None
-        padding = {slot: tokens for slot, tokens in self.budget.padding.items() if slot in scheduled}
+        padding = {row.seq_id: more for row in rows if (more := self.budget.padding.get(row.seq_id))}
         # A pool has no gaps; recurrent states must not be moved about.
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
         if gaps and self.layout.splits and not self.runner.info.recurrent:
