@@ -60,7 +60,7 @@ class ChunkCost:
         prefill = sum(part.tokens for part in parts)
         scored = sum(part.tokens for part in parts if part.scored)
         first = int(rows > 0)
-        for position, part, *_ in parts:
+        for position, part, _ in parts:
             together = part - first if self._split else prefill + rows
             pairs = attended_pairs(part, position, together)
             attended, tiled = attended + pairs[0], tiled + pairs[1]
